@@ -1,0 +1,61 @@
+"""What the engine asks of the place where arrays live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+from mpiring.task import Completion, Task
+
+#: A one-dimensional contiguous array of the device's array module.
+Array = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduction by name: sum, prod, max, min, land, band, lor, bor, lxor, bxor,
+    maxloc, minloc, or ``user``, which carries ``function(src, dst)`` doing
+    ``dst = src (op) dst`` in place, on host arrays only.
+    """
+
+    name: str
+    function: Callable[[Array, Array], None] | None = None
+    commutative: bool = True
+
+
+class Device(Protocol):
+    """Memory of one kind, and the work that can be done in it.
+
+    Tasks are bound to their arrays once and started many times. On a device
+    that runs asynchronously ``start`` only launches; ``done`` tells when the
+    host has observed the end.
+    """
+
+    kind: str
+    xp: ModuleType
+
+    def empty(self, count: int, dtype: Any) -> Array:
+        """``count`` uninitialised elements that this library may hand to MPI."""
+        ...
+
+    def staging(self, count: int, dtype: Any) -> Array:
+        """A host array of ``count`` elements for messages on their way (pinned where it helps)."""
+        ...
+
+    def record(self, array: Array) -> Completion:
+        """Over when all work on ``array`` that the caller has launched so far is over."""
+        ...
+
+    def reduce(self, src: Array, dst: Array, op: Reduction) -> Task:
+        """``dst = src (op) dst``."""
+        ...
+
+    def copy(self, src: Array, dst: Array) -> Task:
+        """``dst = src``; either may be a staging array."""
+        ...
+
+    def scale(self, dst: Array, factor: float) -> Task:
+        """``dst = dst * factor``."""
+        ...
