@@ -69,10 +69,14 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """``dst = src (op) dst``, element by element: MPI's order of operands."""
+    """``dst = src (op) dst``, element by element: MPI's order of operands.
+
+    ``scaled`` multiplies the result by a factor (one over the ranks), bound later.
+    """
 
     src: Span
     dst: Span
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """``dst = dst * factor``, the factor (one over the ranks) being bound later."""
+    """``dst = dst * factor``, with the same factor as a scaled Reduce."""
 
     dst: Span
 

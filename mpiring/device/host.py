@@ -1,0 +1,112 @@
+"""NumPy arrays: work is over when the call returns.
+
+Tasks are ``functools.partial`` objects around a ufunc, so that starting one runs
+no Python of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpiring.device.base import Reduction
+from mpiring.errors import DtypeError
+from mpiring.task import READY, Completion, Task
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+class HostTask:
+    """A call that does its work at once."""
+
+    __slots__ = ("start",)
+    immediate = True
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.start = call
+
+    def done(self) -> bool:
+        return True
+
+
+class HostDevice:
+    """The host's memory, through NumPy."""
+
+    kind = "host"
+    xp = np
+
+    def empty(self, count: int, dtype: Any) -> np.ndarray:
+        return np.empty(count, dtype)
+
+    def staging(self, count: int, dtype: Any) -> np.ndarray:
+        return np.empty(count, dtype)
+
+    def record(self, array: np.ndarray) -> Completion:
+        return READY
+
+    def reduce(self, src: np.ndarray, dst: np.ndarray, op: Reduction) -> Task:
+        """``dst = src (op) dst``. Integers wrap around, as in NumPy; max and min keep a NaN."""
+        return HostTask(_reducer(src, dst, op))
+
+    def copy(self, src: np.ndarray, dst: np.ndarray) -> Task:
+        return HostTask(partial(np.copyto, dst, src))
+
+    def scale(self, dst: np.ndarray, factor: float) -> Task:
+        return HostTask(partial(np.multiply, dst, dst.dtype.type(factor), dst))
+
+
+def _reducer(src: np.ndarray, dst: np.ndarray, op: Reduction) -> Callable[[], Any]:
+    if op.function is not None:
+        return partial(op.function, src, dst)
+    if op.name in ("maxloc", "minloc"):
+        return partial(_locate, src, dst, np.greater if op.name == "maxloc" else np.less)
+    ufunc = _UFUNCS[op.name]
+    # Two dtypes in, the same one out: NumPy would promote booleans and small integers else.
+    return partial(ufunc, src, dst, dst, casting="unsafe") if op.name[0] == "l" else partial(
+        ufunc, src, dst, dst
+    )
+
+
+def _locate(src: np.ndarray, dst: np.ndarray, better: np.ufunc) -> None:
+    """MPI's MAXLOC and MINLOC on (value, index) pairs: of equal values, the lower index."""
+    value, index = dst.dtype.names
+    take = better(src[value], dst[value]) | (
+        (src[value] == dst[value]) & (src[index] < dst[index])
+    )
+    dst[take] = src[take]
+
+
+_ARITHMETIC, _REAL, _INTEGER = "iufcV", "iufV", "iub"
+
+
+def check_reduction(op: Reduction, dtype: np.dtype) -> None:
+    """Raise DtypeError unless ``op`` is defined for ``dtype``: as MPI defines it, plus
+    float16 and ml_dtypes' bfloat16.
+    """
+    if op.function is not None:
+        return
+    kind = "V" if dtype.name == "bfloat16" else dtype.kind if dtype.kind != "V" else "pair"
+    if op.name in ("maxloc", "minloc"):
+        allowed, words = "pair" if kind == "pair" else "", "(value, index) pairs"
+    elif op.name in ("sum", "prod"):
+        allowed, words = _ARITHMETIC, "integer, real or complex numbers"
+    elif op.name in ("max", "min"):
+        allowed, words = _REAL, "integer or real numbers"
+    else:
+        allowed, words = _INTEGER, "integers or booleans"
+    if kind not in (allowed if allowed != "pair" else ("pair",)):
+        raise DtypeError(f"op: {op.name} is not defined for dtype {dtype}; it takes {words}")

@@ -1,0 +1,142 @@
+"""One schedule bound to arrays: everything made once, so that a start makes nothing.
+
+Binding turns each round into two tuples of ready-made calls: those that start
+its ops, and those that tell whether they are over. Receives are started before
+sends, sends before local work, so that the network is busy while the processor
+adds. A round starts when the host has *observed* the end of all ops of the
+round before: the only rule of order there is, for MPI and for GPU streams alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpiring.device.base import Device, Reduction
+from mpiring.schedule.ops import Buffer, Copy, Op, Recv, Reduce, Round, Scale, Schedule, Send, Span
+from mpiring.task import Completion, Task
+from mpiring.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a schedule leaves open."""
+
+    buffers: Mapping[Buffer, Any]  #: one-dimensional arrays
+    device: Device
+    transport: Transport
+    slot: int
+    reduction: Reduction | None = None
+    factor: float = 1.0
+    persistent: bool = False
+
+    def view(self, span: Span) -> Any:
+        return self.buffers[span.buffer][span.start : span.stop]
+
+    def tasks(self, op: Op) -> list[Task]:
+        """The tasks of one op; those of a device run in the order in which they are started."""
+        match op:
+            case Send(peer, src):
+                return [
+                    self.transport.send(
+                        self.view(src), peer, self.slot, persistent=self.persistent
+                    )
+                ]
+            case Recv(peer, dst):
+                return [
+                    self.transport.recv(
+                        self.view(dst), peer, self.slot, persistent=self.persistent
+                    )
+                ]
+            case Reduce(src, dst, scaled):
+                assert self.reduction is not None
+                tasks = [self.device.reduce(self.view(src), self.view(dst), self.reduction)]
+                if scaled:
+                    tasks.append(self.device.scale(self.view(dst), self.factor))
+                return tasks
+            case Copy(src, dst):
+                return [self.device.copy(self.view(src), self.view(dst))]
+            case Scale(dst):
+                return [self.device.scale(self.view(dst), self.factor)]
+
+
+Call = Callable[[], Any]
+
+
+class Execution:
+    """A bound schedule on its way. ``advance`` moves it; nobody else does."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        binding: Binding,
+        *,
+        before: Sequence[Task] = (),
+        after: Sequence[Task] = (),
+        label: str = "",
+    ) -> None:
+        """``before`` and ``after`` are local tasks around the schedule: packing and unpacking."""
+        rounds = [_bound([binding.tasks(op) for op in _ordered(ops)]) for ops in schedule.rounds]
+        self._rounds = [_bound([[task] for task in before])] if before else []
+        self._rounds += rounds
+        self._rounds += [_bound([[task] for task in after])] if after else []
+        # Whatever is in flight is kept alive from here, however the caller drops its arrays.
+        self.binding = binding
+        self.schedule = schedule
+        self.label = label
+        self.finished = True
+        self.error: BaseException | None = None
+        self.nbytes_sent = sum(
+            binding.view(op.src).nbytes
+            for ops in schedule.rounds
+            for op in ops
+            if isinstance(op, Send)
+        )
+        self._next = 0
+        self._pending: list[Callable[[], bool]] = []
+
+    def start(self, gates: Iterable[Completion] = ()) -> None:
+        """Begin; the first round waits for ``gates``."""
+        self.finished = False
+        self._next = 0
+        self._pending = [gate.done for gate in gates]
+
+    def advance(self) -> bool:
+        """Move as far as possible without waiting; whether anything moved.
+
+        Raises what a transport or a gate raises; the execution is over then.
+        """
+        pending = self._pending
+        moved = False
+        while True:
+            while pending:
+                if not pending[-1]():
+                    return moved
+                pending.pop()
+                moved = True
+            if self._next == len(self._rounds):
+                self.finished = True
+                return True
+            starts, dones = self._rounds[self._next]
+            self._next += 1
+            for start in starts:
+                start()
+            self._pending = pending = list(dones)
+
+    def tell(self) -> str:
+        """Where it stands, for somebody who wonders why it does not end."""
+        total = len(self._rounds)
+        return f"{self.label or 'collective'} (slot {self.binding.slot}, round {self._next}/{total})"
+
+
+def _ordered(ops: Round) -> list[Op]:
+    rank = {Recv: 0, Send: 1}
+    return sorted(ops, key=lambda op: rank.get(type(op), 2))
+
+
+def _bound(groups: Sequence[Sequence[Task]]) -> tuple[tuple[Call, ...], tuple[Any, ...]]:
+    tasks = [task for group in groups for task in group]
+    # Reversed, as ``advance`` asks from the end: what was started first is asked first.
+    waits = [task.done for task in reversed(tasks) if not task.immediate]
+    return tuple(task.start for task in tasks), tuple(waits)

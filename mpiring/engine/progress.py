@@ -1,0 +1,129 @@
+"""The one place where anything moves.
+
+``poll`` advances every execution that is under way. It is called from inside
+waits, between the layers of a backward pass, at each start of a collective, and
+by a progress thread where one is asked for: always the same function.
+
+Executions belong to the engine from start to end, so that a handle or an array
+which the caller drops stays alive as long as MPI may touch it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from mpiring.engine.execution import Execution
+from mpiring.task import Completion
+
+#: Fruitless polls in a row after which a waiting rank looks at the clock.
+_PATIENCE = 256
+
+
+class ProgressEngine:
+    """Everything under way in this process.
+
+    ``yields`` makes each fruitless poll of a wait give the processor away: right
+    where ranks outnumber cores, since the rank that is waited for needs one.
+    ``idle`` replaces that by a call (virtual ranks use it).
+    """
+
+    def __init__(self, *, yields: bool = False, idle: Callable[[], None] | None = None) -> None:
+        self.yields = yields
+        self.polls = 0
+        self._idle = idle
+        self._lock = threading.RLock()
+        self._active: dict[Execution, None] = {}
+        self._abandoned: list[Execution] = []
+        self._thread: threading.Thread | None = None
+        self._watchers: list[Callable[[float], None]] = []
+
+    @property
+    def active(self) -> int:
+        """Executions under way."""
+        return len(self._active)
+
+    def start(self, execution: Execution, gates: Iterable[Completion] = ()) -> None:
+        """Take over an execution, and get it going as far as it gets without waiting."""
+        with self._lock:
+            execution.start(gates)
+            self._active[execution] = None
+            self._advance(execution)
+
+    def poll(self) -> bool:
+        """Advance everything under way; whether anything moved. Never blocks."""
+        with self._lock:
+            self.polls += 1
+            moved = False
+            for execution in tuple(self._active):
+                moved |= self._advance(execution)
+            return moved
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Poll until ``until()`` holds. Watchers are told when nothing moves for long."""
+        fruitless = 0
+        since = 0.0
+        while not until():
+            if self.poll():
+                fruitless = 0
+                continue
+            fruitless += 1
+            if self._idle is not None:
+                self._idle()
+            elif self.yields or fruitless > _PATIENCE:
+                os.sched_yield()
+            if fruitless == _PATIENCE:
+                since = time.monotonic()
+            elif fruitless % _PATIENCE == 0:
+                for watcher in self._watchers:
+                    watcher(time.monotonic() - since)
+
+    def watch(self, watcher: Callable[[float], None]) -> None:
+        """Call ``watcher(seconds without movement)`` now and then from waits that stand still."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[float], None]) -> None:
+        self._watchers.remove(watcher)
+
+    def fail(self, execution: Execution, error: BaseException) -> None:
+        """End an execution with an error; what it posted to MPI stays alive for good."""
+        with self._lock:
+            execution.error = error
+            execution.finished = True
+            if self._active.pop(execution, execution) is None:
+                self._abandoned.append(execution)
+
+    def start_thread(self) -> None:
+        """Poll from a thread of its own, from now to the end of the process."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpiring", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            # Polling is a short piece of Python: without a pause between two, the
+            # thread would take the interpreter lock from the caller's computing.
+            time.sleep(0 if self._active and self.poll() else 50e-6)
+
+    def _advance(self, execution: Execution) -> bool:
+        try:
+            moved = execution.advance()
+        except Exception as error:
+            self.fail(execution, error)
+            return True
+        if execution.finished:
+            self._active.pop(execution, None)
+        return moved
+
+
+_engine: ProgressEngine | None = None
+
+
+def default_engine() -> ProgressEngine:
+    """The engine that all communicators of this process share."""
+    global _engine
+    if _engine is None:
+        _engine = ProgressEngine()
+    return _engine

@@ -1,0 +1,140 @@
+"""Handles of collectives, with mpi4py's names: Wait, Test, Start, Free, Waitall..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mpiring.engine.execution import Execution
+from mpiring.engine.progress import ProgressEngine
+from mpiring.errors import ArgumentError
+from mpiring.task import Completion
+
+
+class Request:
+    """A collective under way, or (persistent) ready to be started again.
+
+    Dropping it is safe: the engine finishes what was begun. Any mpiring call
+    moves it on; ``Wait`` does until it is over. An error met on the way, such as
+    a disagreement between ranks, is raised by ``Wait`` or ``Test``.
+    """
+
+    def __init__(
+        self,
+        engine: ProgressEngine,
+        execution: Execution,
+        gates: Callable[[], Iterable[Completion]],
+        *,
+        persistent: bool = False,
+        on_end: Callable[[Request], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._execution: Execution | None = execution
+        self._gates = gates
+        self._on_end = on_end
+        self.persistent = persistent
+
+    def Start(self) -> Request:
+        """Begin a persistent collective (again). Every rank does, sooner or later."""
+        execution = self._bound()
+        if not execution.finished:
+            raise ArgumentError(f"Start: {execution.label} is still under way; Wait for it first")
+        self._engine.start(execution, self._gates())
+        return self
+
+    def Test(self, status: Any = None) -> bool:
+        """Move things on, and tell whether this one is over. Never blocks."""
+        execution = self._execution
+        if execution is None:
+            return True
+        if not execution.finished:
+            self._engine.poll()
+            if not execution.finished:
+                return False
+        self._end(execution)
+        return True
+
+    def Wait(self, status: Any = None) -> bool:
+        """Return once it is over: the result is in place, for the host and any GPU stream."""
+        execution = self._execution
+        if execution is not None:
+            if not execution.finished:
+                self._engine.wait(lambda: execution.finished)
+            self._end(execution)
+        return True
+
+    def wait(self, status: Any = None) -> None:
+        """As ``Wait``; mpi4py's lower-case form, which returns the message: here None."""
+        self.Wait()
+
+    def test(self, status: Any = None) -> tuple[bool, None]:
+        """As ``Test``, in mpi4py's lower-case form: (flag, message)."""
+        return self.Test(), None
+
+    def Free(self) -> None:
+        """Let go of it. A collective under way is finished all the same."""
+        if self._execution is not None:
+            self._end(self._execution, forget=True)
+
+    def __bool__(self) -> bool:
+        return self._execution is not None
+
+    @classmethod
+    def Startall(cls, requests: Iterable[Request]) -> None:
+        for request in requests:
+            request.Start()
+
+    @classmethod
+    def Waitall(cls, requests: Iterable[Request], statuses: Any = None) -> bool:
+        """Wait for all; of several errors the first in order is raised."""
+        errors = []
+        for request in requests:
+            try:
+                request.Wait()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return True
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Request], status: Any = None) -> int:
+        """Wait for one of them, end it, and return its index."""
+        open_ones = [i for i, r in enumerate(requests) if r._execution is not None]
+        if not open_ones:
+            raise ArgumentError("requests: none of them is under way")
+        engine = requests[open_ones[0]]._engine
+        engine.wait(lambda: any(requests[i]._over() for i in open_ones))
+        index = next(i for i in open_ones if requests[i]._over())
+        requests[index].Wait()
+        return index
+
+    @classmethod
+    def Testall(cls, requests: Sequence[Request], statuses: Any = None) -> bool:
+        """Whether all are over; none of them is ended before all are."""
+        for request in requests:
+            if not request._over():
+                request._engine.poll()
+                if not request._over():
+                    return False
+        return cls.Waitall(requests)
+
+    waitall = Waitall
+    testall = Testall
+
+    def _over(self) -> bool:
+        return self._execution is None or self._execution.finished
+
+    def _bound(self) -> Execution:
+        if self._execution is None or not self.persistent:
+            raise ArgumentError("Start: not a persistent request, or already freed")
+        return self._execution
+
+    def _end(self, execution: Execution, forget: bool = False) -> None:
+        error, execution.error = execution.error, None
+        if not self.persistent or forget:
+            self._execution = None
+            if self._on_end is not None:
+                self._on_end(self)
+        if error is not None:
+            raise error

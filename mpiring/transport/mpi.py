@@ -1,0 +1,168 @@
+"""Messages over MPI point-to-point.
+
+Views travel as bytes: both ends have agreed on the dtype, and MPI knows neither
+float16 nor bfloat16. Persistent tasks are MPI persistent requests, others are
+Isend and Irecv. Every receive checks how many bytes came. A view above
+``limit`` bytes travels as several messages: MPI's classic count is 32 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from mpiring.errors import TransportError
+from mpiring.task import Task
+
+#: Bytes above which a message is split.
+MESSAGE_LIMIT = 1 << 30
+
+
+class MpiTransport:
+    """Messages on ``comm``, which belongs to the caller of this class alone."""
+
+    def __init__(self, comm: MPI.Intracomm, limit: int = MESSAGE_LIMIT) -> None:
+        self.comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._limit = limit
+
+    def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
+        kind = _PersistentSend if persistent else _Send
+        return self._whole([kind(self.comm, part, peer, slot) for part in self._parts(view)])
+
+    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
+        kind = _PersistentRecv if persistent else _Recv
+        return self._whole([kind(self.comm, part, peer, slot) for part in self._parts(view)])
+
+    def _parts(self, view: Any) -> list[Any]:
+        octets = view.view("u1")
+        return [octets[at : at + self._limit] for at in range(0, octets.size, self._limit)]
+
+    @staticmethod
+    def _whole(parts: list[Any]) -> Task:
+        return parts[0] if len(parts) == 1 else _Parts(parts)
+
+
+class _Send:
+    """A send posted anew at each start."""
+
+    __slots__ = ("_comm", "_message", "_peer", "_request", "_slot")
+    immediate = False
+
+    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, slot: int) -> None:
+        self._comm, self._peer, self._slot = comm, peer, slot
+        self._message = [octets, octets.size, MPI.BYTE]
+
+    def start(self) -> None:
+        self._request = self._comm.Isend(self._message, self._peer, self._slot)
+
+    def done(self) -> bool:
+        return self._request.Test()
+
+
+class _PersistentSend:
+    """A send bound once; starting and testing it are calls of MPI with nothing around them."""
+
+    __slots__ = ("_request", "done", "start")
+    immediate = False
+
+    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, slot: int) -> None:
+        self._request = comm.Send_init([octets, octets.size, MPI.BYTE], peer, slot)
+        self.start = self._request.Start
+        self.done = self._request.Test
+
+    def __del__(self) -> None:
+        _free(self._request)
+
+
+class _Receive:
+    """What both kinds of receive share: the check of what came."""
+
+    __slots__ = ("_octets", "_peer", "_request", "_slot", "_status", "_test")
+    immediate = False
+
+    def __init__(self, octets: Any, peer: int, slot: int) -> None:
+        self._octets, self._peer, self._slot = octets, peer, slot
+        self._status = MPI.Status()
+
+    def done(self) -> bool:
+        try:
+            if not self._test(self._status):
+                return False
+        except MPI.Exception as error:
+            raise TransportError(self._tell(error.Get_error_string())) from None
+        if self._status.Get_count(_BYTE) != self._octets.size:
+            raise TransportError(self._tell(f"{self._status.Get_count(_BYTE)} came"))
+        return True
+
+    def cancel(self) -> None:
+        """Take back a receive that nothing will match."""
+        self._request.Cancel()
+
+    def _tell(self, what: str) -> str:
+        return (
+            f"message from rank {self._peer} (slot {self._slot}): "
+            f"{self._octets.size} bytes were agreed, but: {what}"
+        )
+
+
+class _Recv(_Receive):
+    __slots__ = ("_comm",)
+
+    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, slot: int) -> None:
+        super().__init__(octets, peer, slot)
+        self._comm = comm
+
+    def start(self) -> None:
+        self._request = self._comm.Irecv(
+            [self._octets, self._octets.size, MPI.BYTE], self._peer, self._slot
+        )
+        self._test = self._request.Test
+
+
+class _PersistentRecv(_Receive):
+    __slots__ = ("start",)
+
+    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, slot: int) -> None:
+        super().__init__(octets, peer, slot)
+        self._request = comm.Recv_init([octets, octets.size, MPI.BYTE], peer, slot)
+        self.start = self._request.Start
+        self._test = self._request.Test
+
+    def __del__(self) -> None:
+        _free(getattr(self, "_request", None))
+
+
+class _Parts:
+    """One view that travels as several messages."""
+
+    immediate = False
+
+    def __init__(self, parts: list[Any]) -> None:
+        self._parts = parts
+        self._open: list[Any] = []
+
+    def start(self) -> None:
+        self._open = list(self._parts)
+        for part in self._parts:
+            part.start()
+
+    def done(self) -> bool:
+        # Asked once over, a request would report an empty status: each is asked until true.
+        self._open = [part for part in self._open if not part.done()]
+        return not self._open
+
+    def cancel(self) -> None:
+        for part in self._open:
+            if hasattr(part, "cancel"):
+                part.cancel()
+
+
+_BYTE = MPI.BYTE
+
+
+def _free(request: Any) -> None:
+    if request and not MPI.Is_finalized():
+        request.Free()
