@@ -1,48 +1,47 @@
 """Messages through pinned host memory, as a rewrite of any schedule.
 
-An MPI that cannot read device memory gets its messages from ``HOST`` slots.
-``staged`` turns every ``Send`` into copies to slots and sends from them, every
-``Recv`` into receives into slots and copies out of them. What it returns is a
-schedule like any other: it is printed, proved and run by the same code, and it
-knows neither CUDA nor the algorithm that it rewrites.
+An MPI that cannot read device memory gets its messages from ``HOST`` slots:
+``staged`` puts a copy to a slot before every send and a copy from a slot behind
+every receive. What it returns is a schedule like any other, to be printed,
+proved and run; it knows neither CUDA nor the algorithm that it rewrites.
 
 Theory
 ------
-1. *Cut.* Every op is cut into segments. A message that is cut becomes several
-   messages; both sides hold the same count, so both cut it in the same way.
-2. *Steps.* The segments of a round's messages form message steps: step ``t``
-   holds segment ``t`` of every message, and the messages of a round that go to
-   (or come from) the same peer follow one another, so the order in which the
-   messages of a pair match stays that of the original schedule. The message
-   steps of a rank keep their order and are never merged.
-3. *Place.* Walking through the segments in the original order, each local op
-   goes into the earliest round that comes after everything that it conflicts
-   with (one of the two writes what the other touches); a message step goes after
-   the message step before it too. Nothing else orders the result, so the copy to
-   the host of one segment, the message of another, the copy to the device and
-   the reduction of further ones share a round: a software pipeline, which flows
-   on from one original round into the next where the data allows it.
-4. *Slots.* Each message step uses one set of slots, and there are two sets,
-   used in turn. A slot is memory like any other to step 3, so it is refilled
-   only in a round after the one that emptied it. Two sets are enough for a
-   message in every round; the memory does not grow with the count.
+1. *Cut.* Every op is cut into segments of the same length on all ranks. Both ends
+   of a message hold the same count, so both cut it into the same messages.
+2. *Message steps.* Step t of a round holds segment t of each of its messages;
+   messages of one round with the same peer follow one another, so those of a pair
+   still match in the order of the original. A rank's message steps keep their
+   order and are never merged.
+3. *Place.* In the order of the original, each copy and each piece of local work
+   goes into the earliest round behind all that it conflicts with (one of the two
+   writes what the other touches); so does a message step, and behind the message
+   step before it. Nothing else is ordered. So the copy to the host of one segment,
+   the message of another, the copy to the device of a third and the reduction of a
+   fourth share a round, and the pipeline flows on from one original round into
+   the next wherever the data allows it.
+4. *Slots.* There are two sets of slots, used by the message steps in turn. A slot
+   is memory like any other to rule 3: it is filled again only in a round behind
+   the one that emptied it. Two sets suffice for a message in every round, and
+   their size does not grow with the count.
 
-Why the result is right: two segments that conflict keep their order, hence every
-element sees the same reads and writes as in the original. Why it cannot
-deadlock, if the messages of two ranks meet in rounds that correspond (there are
-numbers, rising along each rank's rounds, that are equal for the two ends of each
-message; this holds for rings, trees and pairwise exchanges): then message steps
-are numbered (round, t), rising on each rank, and equal for both ends again.
-``verify`` proves each result by itself without this assumption.
+Why the result is right: what conflicts keeps its order, so every element sees the
+reads and writes of the original. Why it cannot deadlock: let the rounds of the
+original have numbers that rise along each rank and are equal at both ends of each
+message (the algorithms of this package have: the number of the step). Then
+(number, t) rises along each rank's message steps and is equal at both ends again,
+so the lowest open step can always be completed. ``verify`` proves each result
+without this assumption.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any, TypeVar
 
 from mpiring.errors import ArgumentError
 from mpiring.schedule.ops import (
@@ -58,47 +57,136 @@ from mpiring.schedule.ops import (
     writes,
 )
 
-#: Sets of slots: one is in a message while the other is filled or emptied.
-SETS = 2
+AnyOp = TypeVar("AnyOp", bound=Op)
+
+#: One set of slots is in a message while the other is being filled or emptied.
+_SETS = 2
 
 
 def staged(schedule: Schedule, segment: int) -> Schedule:
-    """The same work with every message going through ``HOST`` slots.
+    """``schedule`` with all messages through ``HOST``, in segments of at most ``segment`` elements.
 
-    ``segment`` is the largest number of elements that travel at once, the same
-    on all ranks (ArgumentError below 1). ``extent(Buffer.HOST)`` of the result is
-    at most ``2 * segment`` times the largest number of messages in a round of
-    ``schedule``. Messages from and into ``HOST`` itself are cut, not copied.
+    All ranks give the same ``segment`` (ArgumentError below 1). ``HOST`` takes
+    twice a segment for each message of the round that has the most of them.
     """
     if segment < 1:
-        raise ArgumentError(f"segment must be at least 1 element, got {segment}")
-    groups = list(_segments(schedule, segment))
-    place = _Places(groups)
-    rounds: dict[int, list[Op]] = {}
-    last_message = -1
-    for group in groups:
-        message = isinstance(group[0], (Send, Recv))
-        at = place.earliest(group, after=last_message if message else -1)
+        raise ArgumentError(f"segment: {segment} elements; it takes at least 1")
+    steps = list(_steps(schedule, segment))
+    ledger = _Ledger(steps)
+    rounds: dict[int, list[Op]] = defaultdict(list)
+    message_free = 0
+    for ops in steps:
+        message = isinstance(ops[0], (Send, Recv))
+        at = ledger.free(ops)
         if message:
-            last_message = at
-        place.put(group, at)
-        rounds.setdefault(at, []).extend(group)
-    return replace(schedule, rounds=tuple(tuple(rounds[at]) for at in sorted(rounds)))
+            at = max(at, message_free)
+            message_free = at + 1
+        ledger.occupy(ops, at)
+        rounds[at] += ops
+    return replace(schedule, rounds=tuple(tuple(rounds[at]) for at in range(len(rounds))))
 
 
-def _segments(schedule: Schedule, segment: int) -> Iterator[Round]:
-    """All segments in an order that is right one by one; a message step stays one group."""
+def _steps(schedule: Schedule, segment: int) -> Iterator[Round]:
+    """All segments in an order in which they could run one by one.
+
+    Each local op stands alone; the messages of a message step stand together.
+    """
+    messages = [[op for op in ops if isinstance(op, (Send, Recv))] for ops in schedule.rounds]
+    slot = min(segment, max((_span(op).count for ops in messages for op in ops), default=0))
+    slots = max(map(len, messages), default=0)
     base = schedule.extent(Buffer.HOST)
     turn = 0
-    for ops in schedule.rounds:
-        local = [op for op in ops if not isinstance(op, (Send, Recv))]
-        for op in local:
-            yield from ((part,) for part in _cut(op, segment))
-        slot = min(segment, max((_count(op) for op in ops), default=0))
-        for step in zip_longest(*_queues(ops, segment)):
-            out: list[Op] = []
-            message: list[Op] = []
-            back: list[Op] = []
-            start = base + (turn % SETS) * segment * width
-            for op in step:
-                ...
+    for ops, talk in zip(schedule.rounds, messages):
+        for op in ops:
+            if not isinstance(op, (Send, Recv)):
+                yield from ((part,) for part in _cut(op, segment))
+        for step in zip_longest(*_queues(talk, segment)):
+            first = base + turn * slots * slot
+            turn = (turn + 1) % _SETS
+            fill: list[Op] = []
+            move: list[Op] = []
+            drain: list[Op] = []
+            for number, op in enumerate(filter(None, step)):
+                start = first + number * slot
+                host = Span(Buffer.HOST, start, start + _span(op).count)
+                match op:
+                    case Send(peer, src):
+                        fill.append(Copy(src, host))
+                        move.append(Send(peer, host))
+                    case Recv(peer, dst):
+                        move.append(Recv(peer, host))
+                        drain.append(Copy(host, dst))
+            yield from ((op,) for op in fill)
+            yield tuple(move)
+            yield from ((op,) for op in drain)
+
+
+def _queues(talk: list[Send | Recv], segment: int) -> list[list[Send | Recv]]:
+    """The segments of a round's messages, one queue for each peer and direction."""
+    queues: dict[tuple[type, int], list[Send | Recv]] = defaultdict(list)
+    for op in talk:
+        queues[type(op), op.peer] += _cut(op, segment)
+    return list(queues.values())
+
+
+def _span(op: Send | Recv) -> Span:
+    return op.src if isinstance(op, Send) else op.dst
+
+
+def _cut(op: AnyOp, segment: int) -> list[AnyOp]:
+    """The op in pieces; all spans of an op have the same length."""
+    spans = {name: getattr(op, name) for name in ("src", "dst") if hasattr(op, name)}
+
+    def piece(at: int) -> dict[str, Any]:
+        return {
+            name: span._replace(
+                start=span.start + at, stop=min(span.start + at + segment, span.stop)
+            )
+            for name, span in spans.items()
+        }
+
+    count = next(iter(spans.values())).count
+    return [replace(op, **piece(at)) for at in range(0, count, segment)]
+
+
+class _Ledger:
+    """For each element the first round in which it may be read, and may be written.
+
+    Kept for runs of elements between the ends of all spans that occur, so that
+    the cost of an op does not depend on the count.
+    """
+
+    def __init__(self, steps: list[Round]) -> None:
+        ends: dict[Buffer, set[int]] = defaultdict(set)
+        for ops in steps:
+            for op in ops:
+                for span in (*reads(op), *writes(op)):
+                    ends[span.buffer] |= {span.start, span.stop}
+        self._ends = {buffer: sorted(found) for buffer, found in ends.items()}
+        self._readable = {buffer: [0] * len(found) for buffer, found in ends.items()}
+        self._writable = {buffer: [0] * len(found) for buffer, found in ends.items()}
+
+    def free(self, ops: Round) -> int:
+        """The first round behind all that ``ops`` conflict with."""
+        after = [
+            max(free[span.buffer][i] for i in self._runs(span))
+            for op in ops
+            for free, spans in ((self._readable, reads(op)), (self._writable, writes(op)))
+            for span in spans
+        ]
+        return max(after)
+
+    def occupy(self, ops: Round, at: int) -> None:
+        """Note that ``ops`` run in round ``at``."""
+        for op in ops:
+            for span in reads(op):
+                writable = self._writable[span.buffer]
+                for i in self._runs(span):
+                    writable[i] = max(writable[i], at + 1)
+            for span in writes(op):
+                for i in self._runs(span):
+                    self._readable[span.buffer][i] = self._writable[span.buffer][i] = at + 1
+
+    def _runs(self, span: Span) -> range:
+        ends = self._ends[span.buffer]
+        return range(bisect_left(ends, span.start), bisect_left(ends, span.stop))
