@@ -77,11 +77,14 @@ class Execution:
         label: str = "",
     ) -> None:
         """``before`` and ``after`` are local tasks around the schedule: packing and unpacking."""
-        rounds = [_bound([binding.tasks(op) for op in _ordered(ops)]) for ops in schedule.rounds]
-        self._rounds = [_bound([[task] for task in before])] if before else []
-        self._rounds += rounds
-        self._rounds += [_bound([[task] for task in after])] if after else []
+        rounds = [
+            list(before),
+            *([t for op in _ordered(ops) for t in binding.tasks(op)] for ops in schedule.rounds),
+            list(after),
+        ]
+        self._rounds = [_calls(tasks) for tasks in rounds if tasks]
         # Whatever is in flight is kept alive from here, however the caller drops its arrays.
+        self._tasks = rounds
         self.binding = binding
         self.schedule = schedule
         self.label = label
@@ -135,8 +138,7 @@ def _ordered(ops: Round) -> list[Op]:
     return sorted(ops, key=lambda op: rank.get(type(op), 2))
 
 
-def _bound(groups: Sequence[Sequence[Task]]) -> tuple[tuple[Call, ...], tuple[Any, ...]]:
-    tasks = [task for group in groups for task in group]
+def _calls(tasks: Sequence[Task]) -> tuple[tuple[Call, ...], tuple[Callable[[], bool], ...]]:
     # Reversed, as ``advance`` asks from the end: what was started first is asked first.
     waits = [task.done for task in reversed(tasks) if not task.immediate]
     return tuple(task.start for task in tasks), tuple(waits)

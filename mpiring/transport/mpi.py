@@ -8,6 +8,7 @@ Isend and Irecv. Every receive checks how many bytes came. A view above
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from mpi4py import MPI
@@ -166,3 +167,12 @@ _BYTE = MPI.BYTE
 def _free(request: Any) -> None:
     if request and not MPI.Is_finalized():
         request.Free()
+
+
+def more_ranks_than_cores(comm: MPI.Intracomm) -> bool:
+    """Whether the ranks of this node outnumber the cores that they may use together."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    cores = set().union(*node.allgather(os.sched_getaffinity(0)))
+    crowded = node.Get_size() > len(cores)
+    node.Free()
+    return crowded
