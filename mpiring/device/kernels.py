@@ -93,8 +93,8 @@ template <typename R> struct Complex { R re, im; };
 // bfloat16 is the upper half of a float32.
 __device__ float from_bfloat(unsigned short x) { return __uint_as_float((unsigned int)x << 16); }
 __device__ unsigned short to_bfloat(float x) {
+    if (x != x) return 0x7fff;  // rounding could carry a NaN over into the sign
     unsigned int bits = __float_as_uint(x);
-    if (x != x) return (unsigned short)(bits >> 16 | 0x40);  // stays a NaN when cut
     return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

@@ -1,7 +1,8 @@
 """The kernels' text: run as C++ on the host against NumPy, compiled by NVRTC for real GPUs.
 
 A GPU is not needed for either. Run on the host, the text is the same but for the
-conversions of float16; each thread of the grid takes its turn.
+conversions of float16; each thread of the grid takes its turn. GCC's sanitizer watches
+for what a GPU would not forgive: a misaligned access, an overflow that C++ leaves open.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,12 @@ extern "C" void set(unsigned b, unsigned t, unsigned blocks, unsigned threads) {
 """
 
 
+@pytest.fixture(autouse=True)
+def nothing_undefined(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    yield
+    assert "runtime error" not in capfd.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     """``launch(name, *arguments)`` runs a kernel over a small grid, a thread at a time."""
@@ -96,7 +103,17 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     assert kernels.HALF in text
     (folder / "k.cpp").write_text(HOST + text.replace(kernels.HALF, ""))
     subprocess.run(
-        [compiler, "-std=c++17", "-O0", "-w", "-shared", "-fPIC", "k.cpp", "-o", "k.so"],
+        [
+            compiler,
+            "-std=c++17",
+            "-fsanitize=undefined",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "k.cpp",
+            "-o",
+            "k.so",
+        ],
         cwd=folder,
         check=True,
     )
