@@ -191,7 +191,7 @@ class Communicator:
 
         Without ``recvcounts`` each rank gets as many as its ``recvbuf`` has.
         """
-        counts = recvcounts or self._everyones_count(sendbuf, recvbuf)
+        counts = self._counts(sendbuf, recvbuf, recvcounts)
         self._run(
             lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op), "Reduce_scatter"
         ).Wait()
@@ -204,7 +204,7 @@ class Communicator:
         op: Any = SUM,
     ) -> Request:
         """As Reduce_scatter, returning a request."""
-        counts = recvcounts or self._everyones_count(sendbuf, recvbuf)
+        counts = self._counts(sendbuf, recvbuf, recvcounts)
         return self._run(
             lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op), "Ireduce_scatter"
         )
@@ -217,7 +217,7 @@ class Communicator:
         op: Any = SUM,
     ) -> Request:
         """A persistent Reduce_scatter."""
-        counts = recvcounts or self._everyones_count(sendbuf, recvbuf)
+        counts = self._counts(sendbuf, recvbuf, recvcounts)
         return self._bind(
             lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op), "Reduce_scatter_init"
         )
@@ -338,8 +338,12 @@ class Communicator:
             )
         return self._scatter([block] * self.size, data, source, operation)
 
-    def _everyones_count(self, sendbuf: Any, recvbuf: Any) -> list[int]:
-        """How many elements each rank's ``recvbuf`` has: a collective call of its own."""
+    def _counts(
+        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None
+    ) -> Sequence[int]:
+        """``recvcounts``, or how many elements each rank's ``recvbuf`` has: a call of its own."""
+        if recvcounts is not None:
+            return recvcounts
         counts = np.empty(self.size, np.int64)
 
         def understand() -> Call:

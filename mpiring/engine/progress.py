@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 from mpiring.engine.execution import Execution
 from mpiring.task import Completion
+from mpiring.trace import Instrument
 
 #: Fruitless polls in a row after which a waiting rank looks at the clock.
 _PATIENCE = 256
@@ -33,6 +34,7 @@ class ProgressEngine:
     def __init__(self, *, yields: bool = False, idle: Callable[[], None] | None = None) -> None:
         self.yields = yields
         self.polls = 0
+        self.instruments: list[Instrument] = []
         self._idle = idle
         self._lock = threading.RLock()
         self._active: dict[Execution, None] = {}
@@ -49,6 +51,8 @@ class ProgressEngine:
         """Take over an execution, and get it going as far as it gets without waiting."""
         with self._lock:
             execution.start(gates)
+            for instrument in self.instruments:
+                instrument.started(execution.label, id(execution))
             self._active[execution] = None
             self._advance(execution)
 
@@ -115,6 +119,8 @@ class ProgressEngine:
             return True
         if execution.finished:
             self._active.pop(execution, None)
+            for instrument in self.instruments:
+                instrument.ended(execution.label, id(execution), execution.nbytes_sent)
         return moved
 
 

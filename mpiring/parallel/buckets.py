@@ -1,0 +1,102 @@
+"""Gradients grouped into buckets: flat runs of memory that are exchanged together.
+
+A message has a fixed cost, so many small gradients travel as one; and an exchange
+should begin early, so they do not wait for all of them. Buckets follow the order
+in which backward produces gradients. The first is small, since nothing can be
+hidden behind what is computed before it is full.
+
+Nothing is copied: gradients that lie side by side in one array *are* a bucket.
+A gradient that lies elsewhere, or has another dtype, begins a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpiring.errors import ArgumentError
+
+MIB = 1 << 20
+#: Bytes; the values that torch's DistributedDataParallel made common.
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """``gradient`` is one-dimensional; ``members`` are positions in the ready order."""
+
+    index: int
+    gradient: Any
+    members: tuple[int, ...]
+
+
+def layout(
+    gradients: Sequence[Any], bucket_bytes: int = BUCKET, first_bucket_bytes: int = FIRST_BUCKET
+) -> list[Bucket]:
+    """Group gradients, given in the order in which they become ready.
+
+    A bucket is closed before the gradient that would make it larger than the
+    limit; one gradient above the limit is a bucket by itself.
+    """
+    for name, limit in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
+        if limit < 1:
+            raise ArgumentError(f"{name}: {limit} given; allowed are bytes from 1")
+    buckets: list[Bucket] = []
+    run: list[int] = []
+
+    def close() -> None:
+        if run:
+            flat = _joined(gradients[run[0]], gradients[run[-1]])
+            buckets.append(Bucket(len(buckets), flat, tuple(run)))
+            run.clear()
+
+    held = 0
+    for position, gradient in enumerate(gradients):
+        if not gradient.flags.c_contiguous:
+            raise ArgumentError(f"gradients: number {position} is not C-contiguous")
+        limit = bucket_bytes if buckets else first_bucket_bytes
+        if run and (held + gradient.nbytes > limit or not _adjoin(gradients[run[-1]], gradient)):
+            close()
+        held = gradient.nbytes + (held if run else 0)
+        run.append(position)
+    close()
+    return buckets
+
+
+def describe(buckets: Sequence[Bucket]) -> str:
+    """The layout in words, equal on ranks whose buckets fit together."""
+    return ", ".join(
+        f"{bucket.gradient.size} x {bucket.gradient.dtype} of gradients {bucket.members[0]}"
+        + (f"-{bucket.members[-1]}" if len(bucket.members) > 1 else "")
+        for bucket in buckets
+    )
+
+
+def _address(array: Any) -> int:
+    if hasattr(array, "__cuda_array_interface__"):
+        return array.__cuda_array_interface__["data"][0]
+    return array.__array_interface__["data"][0]
+
+
+def _root(array: Any) -> Any:
+    """The array that owns the memory, as far as it has the same dtype and is flat."""
+    while (base := getattr(array, "base", None)) is not None and base.dtype == array.dtype:
+        array = base
+    return array
+
+
+def _adjoin(before: Any, after: Any) -> bool:
+    return (
+        before.dtype == after.dtype
+        and _root(before) is _root(after)
+        and _address(before) + before.nbytes == _address(after)
+    )
+
+
+def _joined(first: Any, last: Any) -> Any:
+    """The flat view from the start of one gradient to the end of another."""
+    root = _root(first).reshape(-1)
+    start = (_address(first) - _address(root)) // first.dtype.itemsize
+    stop = (_address(last) + last.nbytes - _address(root)) // first.dtype.itemsize
+    return root[start:stop]
