@@ -64,14 +64,14 @@ def test_one_wrong_element_on_one_rank_is_found(mpi: Installation) -> None:
     ],
 )
 def test_a_mistake_is_reported_once_and_before_anything_is_measured(
-    mpi: Installation, arguments: list[str], message: str
+    arguments: list[str], message: str
 ) -> None:
-    done = launch(2, ["-m", "bench", *arguments], mpi=mpi, timeout=50)
+    done = launch(2, ["-m", "bench", *arguments], timeout=50)
     assert done.returncode != 0
     assert done.stderr.count(message) == 1
     assert done.stdout == ""
 
 
-def test_help_is_printed_once(mpi: Installation) -> None:
-    done = launch(2, ["-m", "bench", "allreduce", "--help"], mpi=mpi, timeout=50).check()
+def test_help_is_printed_once() -> None:
+    done = launch(2, ["-m", "bench", "allreduce", "--help"], timeout=50).check()
     assert done.stdout.count("usage:") == 1
