@@ -1,0 +1,228 @@
+"""Training itself: epochs of steps, each a forward, a backward and an update.
+
+Time is split by the caller's clock: *exposed* communication is what the process
+spends in the exchange, polling between layers and waiting at the end; the rest
+of a step is compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpiring.communicator import Communicator
+from mpiring.engine.progress import default_engine
+from mpiring.nn.arrays import all_finite
+from mpiring.nn.data import Dataset
+from mpiring.nn.loss import softmax_cross_entropy
+from mpiring.nn.model import MLP
+from mpiring.nn.optim import SGD, Adam, Optimizer
+from mpiring.nn.sampler import Sampler, Step
+from mpiring.parallel.buckets import MIB
+from mpiring.parallel.strategies import AllReduce, Strategy, broadcast_state
+from mpiring.trace import Instrument, Ledger
+
+#: Exchanges timed alone, after training.
+_REPEATS = 7
+
+
+@dataclass
+class Clock:
+    """Seconds of this rank over all steps, and the steps."""
+
+    steps: int = 0
+    total: float = 0.0
+    exposed: float = 0.0
+    samples: int = 0
+    skipped: list[int] = field(default_factory=list)
+
+
+class Trainer:
+    """A model, its data and a strategy on every rank. All methods are collective."""
+
+    def __init__(
+        self, comm: Communicator, dataset: Dataset, options: argparse.Namespace
+    ) -> None:
+        self.comm, self.dataset, self.options = comm, dataset, options
+        self.sampler = Sampler(
+            len(dataset.y_train),
+            options.batch_size,
+            ranks=comm.size,
+            rank=comm.rank,
+            seed=options.seed,
+            accumulate=options.accumulate,
+        )
+        sizes = (dataset.features, *options.hidden, dataset.classes)
+        self.model = MLP(sizes, dtype=options.dtype, seed=options.seed)
+        self.optimizer = _optimizer(self.model.parameters.size, options)
+        parameters = self.model.parameters
+        self.strategy: Strategy = AllReduce(
+            comm,
+            list(parameters),
+            parameters.values,
+            parameters.gradients,
+            self.optimizer,
+            all_finite,
+            bucket_bytes=max(1, int(options.bucket_mb * MIB)),
+            first_bucket_bytes=max(1, int(options.first_bucket_mb * MIB)),
+            overlap=options.overlap,
+        )
+        broadcast_state(comm, parameters.values, self.optimizer)
+        self.clock = Clock()
+        self.ledger = Ledger()
+        self._watchers: list[Instrument] = []
+
+    def watch(self, instrument: Instrument) -> None:
+        """Tell ``instrument`` about the parts of each step."""
+        self._watchers.append(instrument)
+        default_engine().instruments.append(instrument)
+
+    def epoch(self, number: int, progress: Callable[[int, float], None]) -> float:
+        """One pass over the training samples; the mean loss over all of them.
+
+        ``progress(samples of the step, loss)`` is called after each step, with
+        this rank's mean loss.
+        """
+        engine = default_engine()
+        engine.instruments.append(self.ledger)
+        losses = np.zeros(1)
+        for step in self.sampler.epoch(number):
+            begin = time.perf_counter()
+            exposed = self.strategy.polling_seconds + self.strategy.waiting_seconds
+            loss = self._step(step)
+            clock = self.clock
+            clock.steps += 1
+            clock.exposed += (
+                self.strategy.polling_seconds + self.strategy.waiting_seconds - exposed
+            )
+            clock.total += time.perf_counter() - begin
+            clock.samples += step.count
+            losses += loss
+            progress(step.count, loss / max(1, step.samples))
+        engine.instruments.remove(self.ledger)
+        self.comm.Allreduce("in place", losses)
+        return float(losses[0]) / self.sampler.samples
+
+    def _step(self, step: Step) -> float:
+        loss = 0.0
+        last = len(step.micro_batches) - 1
+        begin = time.perf_counter()
+        for number, indices in enumerate(step.micro_batches):
+            x, labels = self.dataset.train_batch(indices, self.options.dtype)
+            with nullcontext() if number == last else self.strategy.no_sync():
+                logits = self.model.forward(x)
+                part, gradient = softmax_cross_entropy(logits, labels, step.count)
+                begin = self._tell("forward", begin)
+                for parameter in self.model.backward(gradient, accumulate=number > 0):
+                    begin = self._tell(f"backward {parameter.name}", begin)
+                    self.strategy.ready(parameter)
+                    begin = self._tell("start and poll", begin)
+            loss += float(part)
+        if not self.strategy.update():
+            self.clock.skipped.append(self.clock.steps)
+        self._tell("finish and update", begin)
+        return loss
+
+    def _tell(self, label: str, begin: float) -> float:
+        end = time.perf_counter()
+        for watcher in self._watchers:
+            watcher.span(label, begin, end)
+        return end
+
+    def accuracy(self) -> float:
+        """The share of the test samples that are classified rightly; each rank does a part."""
+        samples = len(self.dataset.y_test)
+        mine = np.array_split(np.arange(samples), self.comm.size)[self.comm.rank]
+        right = np.zeros(1, np.int64)
+        for start in range(0, len(mine), 1024):
+            x, labels = self.dataset.test_batch(mine[start : start + 1024], self.options.dtype)
+            right += self.model.correct(x, labels)
+        self.comm.Allreduce("in place", right)
+        return int(right[0]) / samples
+
+    def exchange_seconds(self) -> float:
+        """An exchange with nothing to hide behind: median of several, of the slowest rank.
+
+        Overwrites the gradients.
+        """
+        self.model.parameters.gradients.fill(0)
+        times = np.zeros(_REPEATS)
+        meeting = np.zeros(1)
+        for i in range(_REPEATS):
+            self.comm.Allreduce("in place", meeting)
+            begin = time.perf_counter()
+            self.strategy.exchange()
+            times[i] = time.perf_counter() - begin
+        self.comm.Allreduce("in place", times, "max")
+        return float(np.median(times))
+
+    def identical(self) -> bool:
+        """Whether the weights have the same bits on every rank, by a digest."""
+        octets = self.model.parameters.values.view(np.uint8)
+        digest = np.frombuffer(hashlib.blake2b(octets, digest_size=8).digest(), np.uint64)
+        everyone = np.empty(self.comm.size, np.uint64)
+        self.comm.Allgather(digest, everyone)
+        return bool((everyone == everyone[0]).all())
+
+    def results(self, final_loss: float) -> dict[str, Any]:
+        """Everything that is reported, the same on every rank. Times are means over ranks."""
+        clock, comm = self.clock, self.comm
+        accuracy, identical = self.accuracy(), self.identical()
+        # Per rank: what one step took, and how many bytes it sent.
+        mine = np.array([clock.total, clock.exposed, self.ledger.nbytes_sent], np.float64)
+        slowest = np.array([clock.total])
+        comm.Allreduce("in place", mine)
+        comm.Allreduce("in place", slowest, "max")
+        step, exposed, sent = mine / comm.size / max(1, clock.steps)
+        exchange = self.exchange_seconds()
+        compute = step - exposed
+        return {
+            "ranks": comm.size,
+            "strategy": self.strategy.name,
+            "overlap": self.options.overlap,
+            "dataset": self.dataset.name,
+            "epochs": self.options.epochs,
+            "steps": clock.steps,
+            "params": self.model.parameters.size,
+            "test_accuracy": accuracy,
+            "final_loss": final_loss,
+            "samples_per_second": clock.samples / float(slowest[0]),
+            "step_ms": step * 1e3,
+            "compute_ms": compute * 1e3,
+            "comm_ms": exchange * 1e3,
+            "exposed_ms": exposed * 1e3,
+            "hidden_percent": hidden_percent(exchange, compute, step),
+            "bytes_sent_per_rank_per_step": sent,
+            "bytes_formula": self.strategy.bytes_per_step(),
+            "steps_skipped": clock.skipped,
+            "replicas_identical": identical,
+        }
+
+
+def hidden_percent(communication: float, compute: float, both: float) -> float | None:
+    """100 (t_comm + t_comp - t_both) / min(t_comm, t_comp), as the Intel MPI Benchmarks define
+    overlap, within 0 and 100; None where one of the two took no time.
+    """
+    smaller = min(communication, compute)
+    if smaller <= 0:
+        return None
+    return min(100.0, max(0.0, 100 * (communication + compute - both) / smaller))
+
+
+def _optimizer(count: int, options: argparse.Namespace) -> Optimizer:
+    if options.optimizer == "adam":
+        return Adam(count, options.dtype, lr=options.lr, weight_decay=options.weight_decay)
+    return SGD(
+        count,
+        options.dtype,
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+    )
