@@ -19,7 +19,7 @@ at least once in every step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,14 +27,15 @@ from mpiring.errors import ArgumentError
 from mpiring.nn.arrays import Array
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
     """What one rank does for one step of the optimizer."""
 
     micro_batches: tuple[Array, ...]  #: indices of this rank's samples; at least one array
-    global_samples: int  #: samples in the global batch, the denominator of the mean
+    count: int  #: samples in the global batch, the denominator of the mean
 
     @property
-    def local_samples(self) -> int:
+    def samples(self) -> int:
         """Samples of this rank, in all micro-batches."""
         return sum(map(len, self.micro_batches))
 

@@ -27,12 +27,12 @@ def test_every_sample_once_and_the_same_steps_for_any_number_of_ranks(
     steps = all_ranks(samples, batch, ranks, accumulate=accumulate)
     single = all_ranks(samples, batch, 1)
     for shares, (alone,) in zip(steps, single, strict=True):
-        sizes = [share.local_samples for share in shares]
+        sizes = [share.samples for share in shares]
         assert max(sizes) - min(sizes) <= 1
-        assert {share.global_samples for share in shares} == {sum(sizes)} == {alone.global_samples}
+        assert {share.count for share in shares} == {sum(sizes)} == {alone.count}
         together = np.concatenate([m for share in shares for m in share.micro_batches])
         assert (together == alone.micro_batches[0]).all()
-    counts = [shares[0].global_samples for shares in steps]
+    counts = [shares[0].count for shares in steps]
     assert counts[:-1] == [batch] * (len(counts) - 1) and sum(counts) == samples
     seen = np.concatenate([m for shares in steps for share in shares for m in share.micro_batches])
     assert sorted(seen) == list(range(samples))
@@ -59,13 +59,13 @@ def test_an_order_can_be_made_again():
 
 def test_short_last_batch_of_ten_samples_on_three_ranks():
     steps = all_ranks(10, 6, 3)
-    assert [[share.local_samples for share in shares] for shares in steps] == [[2, 2, 2], [2, 1, 1]]
-    assert [shares[0].global_samples for shares in steps] == [6, 4]
+    assert [[share.samples for share in shares] for shares in steps] == [[2, 2, 2], [2, 1, 1]]
+    assert [shares[0].count for shares in steps] == [6, 4]
 
 
 def test_a_rank_without_samples_still_takes_part():
     steps = all_ranks(10, 8, 4, accumulate=3)
-    assert [share.local_samples for share in steps[1]] == [1, 1, 0, 0]
+    assert [share.samples for share in steps[1]] == [1, 1, 0, 0]
     assert [[len(m) for m in share.micro_batches] for share in steps[1]] == [[1], [1], [0], [0]]
     idle = steps[1][3].micro_batches[0]
     assert idle.dtype.kind == "i" and np.arange(3)[idle].shape == (0,)
@@ -83,13 +83,13 @@ def test_a_rank_without_samples_still_takes_part():
 def test_micro_batches_are_even_and_never_empty(samples, accumulate, sizes):
     step = next(Sampler(samples, samples, accumulate=accumulate).epoch(0))
     assert [len(m) for m in step.micro_batches] == sizes
-    assert step.local_samples == step.global_samples == samples
+    assert step.samples == step.count == samples
 
 
 def test_the_leftover_of_accumulation_is_a_step_of_its_own():
     # Micro-batches of 5 on each of 2 ranks, 4 to a step: 10 of them are steps of 4, 4 and a rest.
     steps = all_ranks(samples=100, batch=40, ranks=2, accumulate=4)
-    assert [shares[0].global_samples for shares in steps] == [40, 40, 20]
+    assert [shares[0].count for shares in steps] == [40, 40, 20]
     assert [[len(m) for m in shares[1].micro_batches] for shares in steps] == [
         [5, 5, 5, 5], [5, 5, 5, 5], [3, 3, 2, 2],
     ]  # fmt: skip

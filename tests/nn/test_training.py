@@ -28,9 +28,7 @@ def train(data, model, epochs, batch, ranks=1, accumulate=1, **hyper):
             for share in shares:
                 for number, which in enumerate(share.micro_batches):
                     x, labels = data.train_batch(which, flat.dtype)
-                    loss, gradient = softmax_cross_entropy(
-                        model.forward(x), labels, share.global_samples
-                    )
+                    loss, gradient = softmax_cross_entropy(model.forward(x), labels, share.count)
                     total += float(loss)
                     for _ in model.backward(gradient, accumulate=number > 0):
                         pass
