@@ -141,40 +141,52 @@ extern "C" __global__ void apply(const T* source, T* target, Count n, double fac
 }
 """
 
+# State is kept in the dtype of the arithmetic: float32 for 16-bit values.
 _SGD = """
 extern "C" __global__ void sgd(
-    T* parameter, const T* gradient, T* velocity, Count n,
-    double rate, double momentum, double decay
+    T* values, const T* gradients, C* buffer, Count n,
+    double lr, double momentum, double weight_decay
 ) {
     for (Count i = first(); i < n; i += stride()) {
-        C p = load(parameter[i]);
-        C g = load(gradient[i]) + C(decay) * p;
-        if (velocity) {
-            g += C(momentum) * load(velocity[i]);
-            velocity[i] = store(g);
-        }
-        parameter[i] = store(p - C(rate) * g);
+        C value = load(values[i]);
+        C g = load(gradients[i]) + C(weight_decay) * value;
+        if (buffer) buffer[i] = g += C(momentum) * buffer[i];
+        values[i] = store(value - C(lr) * g);
     }
 }
 """
 
 _ADAM = """
 extern "C" __global__ void adam(
-    T* parameter, const T* gradient, T* mean, T* square, Count n,
-    double rate, double beta1, double beta2, double epsilon, double decay, double unbias
+    T* values, const T* gradients, C* mean, C* square, Count n,
+    double rate, double root, double beta1, double beta2,
+    double one_minus_beta1, double one_minus_beta2, double eps, double weight_decay
 ) {
-    // rate and unbias (1 / sqrt(1 - beta2^t)) already hold the corrections of this step.
+    // rate = lr / (1 - beta1^t) and root = 1 / sqrt(1 - beta2^t) hold the corrections of step t.
     for (Count i = first(); i < n; i += stride()) {
-        C p = load(parameter[i]);
-        C g = load(gradient[i]) + C(decay) * p;
-        C m = C(beta1) * load(mean[i]) + C(1 - beta1) * g;
-        C v = C(beta2) * load(square[i]) + C(1 - beta2) * g * g;
-        mean[i] = store(m);
-        square[i] = store(v);
-        parameter[i] = store(p - C(rate) * m / (C(sqrt(v)) * C(unbias) + C(epsilon)));
+        C value = load(values[i]);
+        C g = load(gradients[i]) + C(weight_decay) * value;
+        C m = mean[i] = C(beta1) * mean[i] + C(one_minus_beta1) * g;
+        C v = square[i] = C(beta2) * square[i] + C(one_minus_beta2) * g * g;
+        values[i] = store(value - C(rate) * m / (C(sqrt(v)) * C(root) + C(eps)));
     }
 }
 """
+
+#: The optimizers' scalars, in the order of the kernels' parameters.
+SCALARS = {
+    "sgd": ("lr", "momentum", "weight_decay"),
+    "adam": (
+        "rate",
+        "root",
+        "beta1",
+        "beta2",
+        "one_minus_beta1",
+        "one_minus_beta2",
+        "eps",
+        "weight_decay",
+    ),
+}
 
 #: Threads in a block, for all kernels.
 BLOCK = 256
@@ -206,7 +218,12 @@ def kernel_source(op: str, dtype: str) -> str:
 
 
 def optimizer_source(name: str, dtype: str) -> str:
-    """The text of ``sgd`` or ``adam``, one fused step over flat arrays of real numbers."""
+    """The text of ``sgd`` or ``adam``: one step over flat arrays of real numbers, in one pass.
+
+    ``sgd(values, gradients, buffer or null, n, *scalars)`` and
+    ``adam(values, gradients, mean, square, n, *scalars)``, the scalars as in ``SCALARS``;
+    the formulas are those of torch.optim. 16-bit values have float32 state.
+    """
     number = _number(dtype)
     if number.kind != "f":
         raise DtypeError(f"dtype: {name} takes real numbers, not {dtype}")

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from mpiring.device.base import Reduction
 from mpiring.device.host import HostDevice, check_reduction
 from mpiring.device.kernels import kernel_source, optimizer_source
 from mpiring.errors import DtypeError
+from mpiring.nn.optim import SGD, Adam
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -217,44 +219,44 @@ def test_halves_are_converted_without_loss(launch: Callable[..., None], name: st
     assert np.isnan(comparable(target[~number])).all()
 
 
-SGD_RUNS = [(0.1, 0.0, 0.0), (0.1, 0.9, 0.0), (0.01, 0.9, 0.05)]
-
-
-@pytest.mark.parametrize(("rate", "momentum", "decay"), SGD_RUNS)
-def test_sgd_follows_its_definition(
-    launch: Callable[..., None], rate: float, momentum: float, decay: float
+@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"lr": 0.1},
+        {"lr": 0.1, "momentum": 0.9},
+        {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.05},
+        {"lr": 0.01, "weight_decay": 0.01, "betas": (0.8, 0.99)},
+    ],
+)
+def test_a_fused_step_is_that_of_the_optimizer(
+    launch: Callable[..., None], optimizer: dict[str, Any], name: str
 ) -> None:
-    """torch.optim.SGD: g += decay p; v = momentum v + g; p -= rate v."""
+    """The optimizers of ``nn`` take the kernels as they are: same names, same state."""
+    kind, kernel_name = (Adam, "adam") if "betas" in optimizer else (SGD, "sgd")
+
+    def kernel(
+        values: np.ndarray,
+        gradients: np.ndarray,
+        state: dict[str, np.ndarray],
+        scalars: dict[str, float],
+    ) -> None:
+        arrays = list(state.values()) or [None]
+        numbers = [float(scalars[n]) for n in kernels.SCALARS[kernel_name]]
+        launch(f"{kernel_name}_{name}", values, gradients, *arrays, values.size, *numbers)
+
+    dtype, count = dtype_of(name), 33
     rng = np.random.default_rng(5)
-    p = rng.standard_normal(33)
-    v = np.zeros(33) if momentum else None
-    expected_p, expected_v = p.copy(), np.zeros(33)
+    fused = kind(count, dtype, **optimizer, kernel=kernel)
+    plain = kind(count, dtype, **optimizer)
+    values = rng.standard_normal(count).astype(dtype)
+    expected = values.copy()
     for _ in range(4):
-        g = rng.standard_normal(33)
-        launch("sgd_float64", p, g, v, p.size, rate, momentum, decay)
-        step = g + decay * expected_p
-        expected_v = momentum * expected_v + step
-        expected_p = expected_p - rate * expected_v
-    np.testing.assert_allclose(p, expected_p, rtol=1e-13)
-
-
-def test_adam_follows_its_definition(launch: Callable[..., None]) -> None:
-    """Kingma and Ba, "Adam", 2015, algorithm 1, with L2 decay as in torch.optim.Adam."""
-    rng = np.random.default_rng(6)
-    rate, beta1, beta2, epsilon, decay = 1e-2, 0.9, 0.999, 1e-8, 0.01
-    p, m, v = rng.standard_normal(33), np.zeros(33), np.zeros(33)
-    q, qm, qv = p.copy(), m.copy(), v.copy()
-    for t in range(1, 5):
-        g = rng.standard_normal(33)
-        launch(
-            "adam_float64", p, g, m, v, p.size, rate / (1 - beta1**t), beta1, beta2, epsilon,
-            decay, (1 - beta2**t) ** -0.5,
-        )  # fmt: skip
-        h = g + decay * q
-        qm = beta1 * qm + (1 - beta1) * h
-        qv = beta2 * qv + (1 - beta2) * h * h
-        q = q - rate * (qm / (1 - beta1**t)) / (np.sqrt(qv / (1 - beta2**t)) + epsilon)
-    np.testing.assert_allclose(p, q, rtol=1e-12)
+        gradients = rng.standard_normal(count).astype(dtype)
+        fused.step(values, gradients)
+        plain.step(expected, gradients)
+    tolerance = {"float16": 2e-3, "float32": 2e-6, "float64": 1e-13}[name]
+    np.testing.assert_allclose(values.astype("f8"), expected.astype("f8"), tolerance, tolerance)
 
 
 @pytest.mark.parametrize("name", DTYPES)

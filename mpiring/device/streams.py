@@ -1,0 +1,139 @@
+"""Tasks on a device that runs asynchronously: the order of streams and events.
+
+The one rule of order is the engine's: a task is started after the host has
+observed the end of all that it depends on. So there is nothing to wait for on
+the device itself. A task launches its work on a stream and records an event
+behind it; the task is over when the host sees the event. Nothing synchronises.
+
+What calls the device is a *driver* of a dozen calls: CuPy's, or the simulation's,
+which checks that every access is covered by something the host has observed.
+Everything in this module is the same for both, so what is tested is what runs.
+
+Invariants:
+
+* work on one target in one round (a reduction and its scaling) goes to one
+  stream in the order in which it is started;
+* an event is recorded again only after the host has seen its last record;
+* a task holds its arrays, so memory outlives the work on it;
+* copies to the host, copies to the device and kernels have streams of their own:
+  a GPU has an engine for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol
+
+from mpiring.device.base import Array, Reduction
+from mpiring.task import READY, Completion, Task
+
+Stream = Any
+Event = Any
+#: Puts work, bound to its arrays, on a stream.
+Launch = Callable[[Stream], None]
+
+COMPUTE, TO_HOST, TO_DEVICE = ROLES = ("compute", "to host", "to device")
+
+
+class Driver(Protocol):
+    """What differs between a GPU and its simulation."""
+
+    kind: str
+    xp: ModuleType
+
+    def allocate(self, count: int, dtype: Any) -> Array:
+        """Device memory that MPI and other processes may see."""
+        ...
+
+    def pinned(self, count: int, dtype: Any) -> Array:
+        """Host memory that the device reads and writes by itself."""
+        ...
+
+    def on_host(self, array: Array) -> bool: ...
+
+    def stream(self, role: str, target: Array) -> Stream:
+        """A stream of the library's own for one of ``ROLES``; the same for the same target."""
+        ...
+
+    def producer(self, array: Array) -> Stream:
+        """The caller's stream, on which what is in ``array`` is being computed."""
+        ...
+
+    def event(self) -> Event: ...
+
+    def record(self, event: Event, stream: Stream) -> None: ...
+
+    def query(self, event: Event) -> bool:
+        """Whether all before the latest record is over: never blocks; raises if it failed."""
+        ...
+
+    def reduction(self, src: Array, dst: Array, op: Reduction) -> Launch: ...
+
+    def scaling(self, dst: Array, factor: float) -> Launch: ...
+
+    def transfer(self, src: Array, dst: Array) -> Launch: ...
+
+
+class StreamTask:
+    """Work on a stream, with an event behind it."""
+
+    __slots__ = ("_driver", "_event", "_launch", "_stream", "done")
+    immediate = False
+
+    def __init__(self, driver: Driver, launch: Launch, stream: Stream) -> None:
+        self._driver = driver
+        self._launch = launch
+        self._stream = stream
+        self._event = driver.event()
+        self.done: Callable[[], bool] = partial(driver.query, self._event)
+
+    def start(self) -> None:
+        self._launch(self._stream)
+        self._driver.record(self._event, self._stream)
+
+
+class Recorded:
+    """The end of all that a stream had to do at one moment."""
+
+    __slots__ = ("done",)
+
+    def __init__(self, driver: Driver, stream: Stream) -> None:
+        event = driver.event()
+        driver.record(event, stream)
+        self.done: Callable[[], bool] = partial(driver.query, event)
+
+
+class StreamDevice:
+    """A ``Device`` over a driver. Host arrays that it meets are over when the call is."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.kind = driver.kind
+        self.xp = driver.xp
+        self.driver = driver
+
+    def empty(self, count: int, dtype: Any) -> Array:
+        return self.driver.allocate(count, dtype)
+
+    def staging(self, count: int, dtype: Any) -> Array:
+        return self.driver.pinned(count, dtype)
+
+    def record(self, array: Array) -> Completion:
+        if self.driver.on_host(array):
+            return READY
+        return Recorded(self.driver, self.driver.producer(array))
+
+    def reduce(self, src: Array, dst: Array, op: Reduction) -> Task:
+        return self._task(self.driver.reduction(src, dst, op), COMPUTE, dst)
+
+    def scale(self, dst: Array, factor: float) -> Task:
+        return self._task(self.driver.scaling(dst, factor), COMPUTE, dst)
+
+    def copy(self, src: Array, dst: Array) -> Task:
+        from_host, to_host = self.driver.on_host(src), self.driver.on_host(dst)
+        role = COMPUTE if from_host == to_host else TO_HOST if to_host else TO_DEVICE
+        return self._task(self.driver.transfer(src, dst), role, dst)
+
+    def _task(self, launch: Launch, role: str, target: Array) -> Task:
+        return StreamTask(self.driver, launch, self.driver.stream(role, target))
