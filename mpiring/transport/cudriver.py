@@ -4,7 +4,8 @@ The doctor and its probe must tell what a machine can do also where CuPy is
 missing, doubled or built for another CUDA. The driver is there wherever a GPU
 works, its interface is stable, and memory from ``cuMemAlloc`` is what MPI and
 CUDA IPC see when a program allocates with ``cudaMalloc``. Nothing here makes a
-context until ``use`` is called.
+context until ``use`` is called. Run as a program, it reports the GPUs: a broken
+driver then takes nobody along.
 
 Source: CUDA Driver API reference, sections on device, primary context, memory
 and IPC management. Names that end in ``_v2`` are the 64-bit forms that ``cuda.h``
@@ -15,13 +16,16 @@ from __future__ import annotations
 
 import ctypes
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mpiring.errors import DeviceError
+from mpiring.transport import child
 
 LIBRARY = "libcuda.so.1"
+NO_DRIVER = f"there is no CUDA driver ({LIBRARY})"
+NO_GPU = "the CUDA driver shows no GPU to this process"
 
 _Pointer = ctypes.c_uint64  # CUdeviceptr
 _out = ctypes.byref
@@ -72,7 +76,7 @@ class Driver:
         try:
             self._cuda = ctypes.CDLL(LIBRARY)
         except OSError:
-            raise DeviceError(f"no CUDA driver here: {LIBRARY} was not found") from None
+            raise DeviceError(NO_DRIVER) from None
         self._call("cuInit", ctypes.c_uint(0))
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -95,9 +99,7 @@ class Driver:
         self._call("cuDeviceGetName", name, 128, index)
         self._call("cuDeviceTotalMem_v2", _out(memory), index)
         self._call("cuDeviceGetUuid", identity, index)
-        return Gpu(
-            index, name.value.decode(), memory.value, str(uuid.UUID(bytes=bytes(identity)))
-        )
+        return Gpu(index, name.value.decode(), memory.value, str(uuid.UUID(bytes=bytes(identity))))
 
     def can_access(self, index: int, peer: int) -> bool:
         """Whether GPU ``index`` can address the memory of GPU ``peer``, another one."""
@@ -139,9 +141,7 @@ class Driver:
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Copy device memory into device memory; over when it returns."""
-        self._call(
-            "cuMemcpyDtoD_v2", _Pointer(target), _Pointer(source), ctypes.c_size_t(size)
-        )
+        self._call("cuMemcpyDtoD_v2", _Pointer(target), _Pointer(source), ctypes.c_size_t(size))
         self._call("cuCtxSynchronize")
 
     def export(self, pointer: int) -> bytes:
@@ -160,3 +160,15 @@ class Driver:
             lazily_enable_peer_access,
         )
         return pointer.value
+
+
+def main() -> None:
+    child.begin()
+    try:
+        child.report(gpus=[asdict(gpu) for gpu in Driver().gpus()])
+    except DeviceError as error:
+        child.report(failed=str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -42,8 +42,8 @@ _LAUNCHERS = (
     ("Slurm's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    ("Hydra (the mpirun of MPICH and Intel MPI)", "PMI_RANK", "PMI_SIZE"),
-    ("Hydra (the mpirun of MPICH and Intel MPI)", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("Hydra (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE"),
+    ("Hydra (MPICH, Intel MPI)", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
@@ -57,15 +57,14 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launch | None:
     return None
 
 
-def disagreement(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """What is wrong when MPI reports a world of ``size`` ranks and the launcher another, or None."""
-    launch = launched(environ)
+def disagreement(launch: Launch | None, size: int) -> str | None:
+    """What is wrong when the launcher said ``launch`` and MPI reports ``size`` ranks, or None."""
     if launch is None or launch.size == size:
         return None
     if size == 1:
         return (
-            f"{launch.launcher} started {launch.size} processes, but to the MPI library under "
-            "mpi4py each of them is rank 0 of 1: the launcher belongs to another MPI"
+            f"{launch.launcher} started {launch.size} processes, but to the MPI library each of "
+            "them is rank 0 of 1: the launcher belongs to another MPI"
         )
     return (
         f"{launch.launcher} started {launch.size} processes, "

@@ -100,7 +100,7 @@ def probe(
     """
     results: dict[str, Result] = {}
     access = None
-    without_gpu = _without_gpu()
+    without_gpu = _without_gpu(environ)
     for path in PATHS:
         if path != "host" and without_gpu:
             results[path] = Result(Outcome.ABSENT, without_gpu)
@@ -109,6 +109,7 @@ def probe(
             results[path] = Result(Outcome.ABSENT, "not tried: the host path does not work")
             continue
         ending = _run(path, mpiexec, environ, limit, say)
+        _sweep(ending)
         results[path] = _judge(ending, limit)
         if ending.find("access") is not None:
             access = ending.find("access")
@@ -183,11 +184,16 @@ def fingerprint(library: str, environ: Mapping[str, str] = os.environ) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
-def _without_gpu() -> str:
+def _without_gpu(environ: Mapping[str, str]) -> str:
     """Why there is no device path to try, or an empty string."""
     if cudriver.version() is None:
-        return f"no CUDA driver here: {cudriver.LIBRARY} was not found or does not answer"
-    return ""
+        return cudriver.NO_DRIVER
+    ending = child.run(
+        child.python(cudriver.__name__), environ=child.importable(environ), limit=LIMIT
+    )
+    if ending.find("gpus"):
+        return ""
+    return ending.find("failed") or cudriver.NO_GPU
 
 
 def _run(
@@ -208,6 +214,16 @@ def _run(
             say=say,
             doing=f"trying the {path} path with 2 ranks (at most {limit:g} s)",
         )
+
+
+def _sweep(ending: child.Ending) -> None:
+    """Remove the shared memory that ranks which crashed could not remove themselves."""
+    if ending.code == 0:
+        return
+    for names in (said["shared"] for said in ending.reports if "shared" in said):
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 @contextlib.contextmanager
@@ -275,6 +291,4 @@ def _decode(data: Any) -> Report:
         for name, result in data["paths"].items()
     }
     access = data["access"]
-    return Report(
-        str(data["fingerprint"]), str(data["host"]), str(data["made"]), paths, access
-    )
+    return Report(str(data["fingerprint"]), str(data["host"]), str(data["made"]), paths, access)

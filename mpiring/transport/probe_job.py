@@ -116,7 +116,11 @@ class Peer(_OnDevice):
         self._comm.Barrier()  # the other rank has read ours
 
 
-DEVICE_PATHS = {"staged": Staged, "direct": Direct, "peer": Peer}
+DEVICE_PATHS: dict[str, type[Staged] | type[Direct] | type[Peer]] = {
+    "staged": Staged,
+    "direct": Direct,
+    "peer": Peer,
+}
 
 
 def _swap(comm: Any, peer: int, out: Any, into: Any) -> None:
@@ -144,7 +148,7 @@ def main(name: str) -> None:
     try:
         _measure(comm, _open(comm, name))
     except DeviceError as error:
-        child.report(failed=str(error))
+        child.report(failed=str(error), shared=_shared_memory())
         comm.Abort(3)  # the other rank may be waiting for this one
 
 
@@ -154,7 +158,7 @@ def _open(comm: Any, name: str) -> Path:
     driver = cudriver.Driver()
     gpus = driver.gpus()
     if not gpus:
-        raise DeviceError("this process can see no GPU")
+        raise DeviceError(cudriver.NO_GPU)
     gpu = gpus[comm.Get_rank() % len(gpus)]
     driver.use(gpu.index)
     first, second = comm.allgather((gpu.index, gpu.uuid))
@@ -176,6 +180,8 @@ def _access(
 
 def _measure(comm: Any, path: Path) -> None:
     rank = comm.Get_rank()
+    comm.Barrier()
+    child.report(shared=_shared_memory())  # for the parent to remove, should we crash
     for turn, size in enumerate(SIZES):
         if rank == 0:
             child.report(trying=size)
@@ -186,6 +192,15 @@ def _measure(comm: Any, path: Path) -> None:
         seconds = _time(comm, path, size)
         if rank == 0:
             child.report(size=size, right=right, seconds=seconds)
+
+
+def _shared_memory() -> list[str]:
+    """The files of shared memory that this process has mapped."""
+    try:
+        with open("/proc/self/maps") as maps:
+            return sorted({line.split()[-1] for line in maps if "/dev/shm/" in line})
+    except OSError:
+        return []
 
 
 def _pattern(rank: int, turn: int, size: int) -> bytes:
