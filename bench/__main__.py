@@ -8,6 +8,7 @@ import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from bench import allgather, allreduce, persistent, reduce_scatter, report
 from bench.case import Benchmark, Problem, Row, World
 from bench.measure import Clock
 from bench.options import Stop, counts, parse
+from mpiring.transport.launcher import disagreement, launched
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
@@ -36,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rank() -> int:
-    """This process among those that were launched; 0 where there is no MPI to ask."""
+    """This process among those that were launched; 0 where there is no launcher and no MPI."""
+    if launch := launched():
+        return launch.rank
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
@@ -53,9 +57,7 @@ def _run(benchmark: Benchmark, options: Namespace) -> int:
             "install both with: pip install mpi4py mpich\n",
             2,
         ) from None
-    from mpiring.transport.launcher import disagreement
-
-    if trouble := disagreement(MPI.COMM_WORLD.Get_size()):
+    if trouble := disagreement(launched(), MPI.COMM_WORLD.Get_size()):
         raise Stop(f"{trouble}\n", 2)
     try:
         return _measure_and_report(benchmark, options, MPI)
@@ -88,7 +90,7 @@ def _measure_and_report(benchmark: Benchmark, options: Namespace, MPI: Any) -> i
         print(_heading(benchmark, options, world.size, hosts, mpi))
         print(report.table(rows), flush=True)
         if options.json:
-            report.write_json(options.json, rows)
+            report.write_json(options.json, [asdict(row) for row in rows])
         if options.plot:
             from bench.plot import draw
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from bench.bandwidth import algorithm_bandwidth
 from bench.case import Benchmark, Case, Row
@@ -108,14 +108,14 @@ def table(rows: Sequence[Row]) -> str:
         groups["speedup"] = [
             _column(name, columns[name], lambda row: f"{row.speedup:.2f}x") for name in compared
         ]
-    return "\n".join(_join(groups))
+    return "\n".join(aligned(groups))
 
 
 def _column(title: str, rows: Sequence[Row], text: Callable[[Row], str]) -> list[str]:
     return [title, *map(text, rows)]
 
 
-def _join(groups: Mapping[str, Sequence[Sequence[str]]]) -> list[str]:
+def aligned(groups: Mapping[str, Sequence[Sequence[str]]]) -> list[str]:
     """Right-aligned columns in titled groups, two spaces between columns, three between groups."""
     titles, bodies = [], []
     for title, columns in groups.items():
@@ -131,9 +131,9 @@ def _join(groups: Mapping[str, Sequence[Sequence[str]]]) -> list[str]:
     return ["   ".join(line).rstrip() for line in (titles, *zip(*bodies, strict=True))]
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """An array of objects, one a line. The file is whole or not there at all."""
-    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+def write_json(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """An array of objects, one a line. A file that was there stays whole until the new one is."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     os.replace(partial, path)

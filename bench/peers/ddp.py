@@ -16,13 +16,14 @@ options that spare it copies; the better one counts. Started by ``bench/peers/ru
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 import mpiring
 from bench.case import Array, Case
 from bench.measure import Clock, Statistic
-from bench.options import at_least
-from bench.report import duration
+from bench.options import Parser, Stop, at_least
+from bench.report import aligned, duration, write_json
 from mpiring.nn.loss import softmax_cross_entropy
 from mpiring.nn.model import MLP
 from mpiring.nn.optim import SGD
@@ -42,6 +43,7 @@ from mpiring.parallel.reducer import Reducer
 
 SIZES = (784, 1024, 1024, 10)
 SAMPLES = 64  #: on each rank
+PEERS = ("ddp", "ddp-tuned")
 LR, MOMENTUM = 0.001, 0.9
 #: Steps before timing, after which parameters have to agree, relative to the largest.
 CHECKED_STEPS, TOLERANCE = 5, 1e-5
@@ -93,7 +95,7 @@ def weights(model: MLP) -> list[tuple[Array, Array]]:
 
 def with_ddp(x: Array, labels: Array, *, tuned: bool) -> Trainer:
     """torch's DistributedDataParallel; ``tuned`` spares the copies that can be spared."""
-    linears = [torch.nn.Linear(*shape) for shape in zip(SIZES, SIZES[1:])]
+    linears = [torch.nn.Linear(*shape) for shape in pairwise(SIZES)]
     with torch.no_grad():
         for linear, (weight, bias) in zip(linears, weights(MLP(SIZES))):
             linear.weight.copy_(torch.from_numpy(np.ascontiguousarray(weight)))
@@ -130,7 +132,7 @@ def start_gloo(comm: MPI.Intracomm) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
 
 
-def disagreement(trainers: Mapping[str, Trainer]) -> float:
+def spread(trainers: Mapping[str, Trainer]) -> float:
     """The largest difference between any two trainers' parameters, over the largest parameter."""
     arrays = [trainer.parameters().astype(np.float64) for trainer in trainers.values()]
     return float(max(np.max(np.abs(array - arrays[0])) for array in arrays)) / float(
@@ -145,42 +147,74 @@ def replicas_differ(comm: MPI.Intracomm, trainer: Trainer) -> int:
     return int(len(set(digests)) > 1 or not np.isfinite(parameters).all())
 
 
-def report(
-    comm: MPI.Intracomm,
-    steps: int,
-    results: Mapping[str, Statistic],
-    differences: tuple[float, float],
-) -> None:
+def rows(
+    comm: MPI.Intracomm, steps: int, nbytes: int, results: Mapping[str, Statistic]
+) -> list[dict[str, Any]]:
+    """One object for each contender, with the names of ``bench.case.Row``; times of one step."""
     name, version = MPI.get_vendor()
-    print(
+    best = min(results[name].median for name in PEERS)
+    return [
+        {
+            "collective": "training step",
+            "contender": contender,
+            "ranks": comm.size,
+            "bytes": nbytes,  # of gradients, exchanged in every step
+            "time_us": times.median / steps * 1e6,
+            "q1_us": times.lower_quartile / steps * 1e6,
+            "q3_us": times.upper_quartile / steps * 1e6,
+            "repeats": times.repeats,
+            "correct": times.wrong == 0,
+            "mpi": f"{name} {'.'.join(map(str, version))}",
+            "torch": torch.__version__,
+            "dtype": "float32",
+            "op": "sum",
+            "in_place": True,
+            "speedup": None if contender in PEERS else best / times.median,
+            "share": times.median / best,
+        }
+        for contender, times in results.items()
+    ]
+
+
+def heading(first: Mapping[str, Any], steps: int, differences: tuple[float, float]) -> str:
+    return (
         f"training step, MLP {'-'.join(map(str, SIZES))}, {SAMPLES} samples a rank, "
-        f"{comm.size} ranks, float32, SGD with momentum, one thread a rank\n"
-        f"torch {torch.__version__} over gloo; mpiring {mpiring.__version__} over {name} "
-        f"{'.'.join(map(str, version))}; NumPy {np.__version__}\n"
-        f"a block is {steps} steps, and takes what its slowest rank takes; "
-        f"parameters differ by {differences[0]:.1e} (relative) after {CHECKED_STEPS} steps, "
+        f"{first['ranks']} ranks, float32, SGD with momentum, one thread a rank\n"
+        f"torch {first['torch']} over gloo; mpiring {mpiring.__version__} over {first['mpi']}; "
+        f"NumPy {np.__version__}\n"
+        f"time: median over blocks of {steps} steps, each that of its slowest rank, per step\n"
+        "replicas: the parameters of all ranks after each block, compared bit by bit\n"
+        f"share: of the time of {' or '.join(PEERS)}, whichever is faster\n"
+        f"parameters differ by {differences[0]:.1e} (relative) after {CHECKED_STEPS} steps, by "
         f"{differences[1]:.1e} at the end\n"
     )
-    best = min(results[name].median for name in results if name.startswith("ddp"))
-    print(f"{'':<10} {'step':>10}  {'quartiles':>22}  blocks  of the better ddp")
-    for name, times in results.items():
-        quartiles = (times.lower_quartile, times.upper_quartile)
-        low, high = (duration(seconds / steps * 1e6) for seconds in quartiles)
-        print(
-            f"{name:<10} {duration(times.median / steps * 1e6):>10}  {low:>10} - {high:>9}  "
-            f"{times.repeats:>6}  {times.median / best:.2f}"
-        )
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [("", "time", "quartiles", "blocks", "share", "replicas")]
+    for row in rows:
+        quartiles = " - ".join(duration(row[name]) for name in ("q1_us", "q3_us"))
+        verdict = "equal" if row["correct"] else "DIFFER"
+        cells = (duration(row["time_us"]), quartiles, str(row["repeats"]), f"{row['share']:.2f}")
+        lines.append((row["contender"], *cells, verdict))
+    return "\n".join(aligned({"": list(zip(*lines))})[1:])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="bench/peers/run",
         description="Compare a training step with torch's DistributedDataParallel.",
     )
     add = parser.add_argument
     add("--steps", type=at_least(1, int), default=10, help="steps in a block (default: 10)")
     add("--budget", type=at_least(0, float), default=30.0, help="seconds to aim at (default: 30)")
-    options = parser.parse_args()
+    add("--json", type=Path, metavar="FILE", help="write the rows there too")
+    try:
+        options = parser.parse_args()
+    except Stop as stop:
+        if MPI.COMM_WORLD.rank == 0:
+            print(stop.text, end="", file=sys.stderr if stop.code else sys.stdout)
+        return stop.code
 
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
@@ -196,8 +230,8 @@ def main() -> int:
     for _ in range(CHECKED_STEPS):
         for trainer in trainers.values():
             trainer.step()
-    before = comm.allreduce(disagreement(trainers), MPI.MAX)
-    if before > TOLERANCE:
+    before = comm.allreduce(spread(trainers), MPI.MAX)
+    if not before <= TOLERANCE:  # nor if it is nan
         if comm.rank == 0:
             print(f"not the same step: parameters differ by {before:.1e}", file=sys.stderr)
         return 1
@@ -212,16 +246,18 @@ def main() -> int:
     clock = Clock(comm, {name: case(trainer) for name, trainer in trainers.items()})
     clock.warm_up(1)
     results = clock.run(None, options.budget)
-    after = comm.allreduce(disagreement(trainers), MPI.MAX)
+    after = comm.allreduce(spread(trainers), MPI.MAX)
+    nbytes = trainers["mpiring"].parameters().nbytes
+    measured = rows(comm, options.steps, nbytes, results)
     if comm.rank == 0:
-        report(comm, options.steps, results, (before, after))
+        print(heading(measured[0], options.steps, (before, after)))
+        print(table(measured), flush=True)
+        if options.json:
+            write_json(options.json, measured)
     torch.distributed.destroy_process_group()
     for trainer in trainers.values():
         trainer.close()
-    broken = [name for name, times in results.items() if times.wrong]
-    if broken and comm.rank == 0:
-        print(f"replicas differ between ranks: {', '.join(broken)}", file=sys.stderr)
-    return 1 if broken else 0
+    return 0 if all(row["correct"] for row in measured) else 1
 
 
 if __name__ == "__main__":
