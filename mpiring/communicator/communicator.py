@@ -547,7 +547,7 @@ class Communicator:
         buffers = {Buffer.DATA: call.data.flat}
         if call.input is not None:
             buffers[Buffer.INPUT] = call.input.flat
-        scratch = schedule.extent(Buffer.SCRATCH)
+        scratch = schedule.scratch
         if scratch:
             buffers[Buffer.SCRATCH] = device.empty(scratch, call.data.dtype)
         binding = Binding(

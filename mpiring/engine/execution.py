@@ -90,12 +90,7 @@ class Execution:
         self.label = label
         self.finished = True
         self.error: BaseException | None = None
-        self.nbytes_sent = sum(
-            binding.view(op.src).nbytes
-            for ops in schedule.rounds
-            for op in ops
-            if isinstance(op, Send)
-        )
+        self.nbytes_sent = schedule.sent * binding.buffers[Buffer.DATA].dtype.itemsize
         self._next = 0
         self._pending: list[Callable[[], bool]] = []
 

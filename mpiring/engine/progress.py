@@ -5,7 +5,8 @@ waits, between the layers of a backward pass, at each start of a collective, and
 by a progress thread where one is asked for: always the same function.
 
 Executions belong to the engine from start to end, so that a handle or an array
-which the caller drops stays alive as long as MPI may touch it.
+which the caller drops stays alive as long as MPI may touch it. An *actor* is
+anything else that moves when polled, for as long as it is attached: a server.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from mpiring.engine.execution import Execution
 from mpiring.task import Completion
@@ -21,6 +23,14 @@ from mpiring.trace import Instrument
 
 #: Fruitless polls in a row after which a waiting rank looks at the clock.
 _PATIENCE = 256
+
+
+class Actor(Protocol):
+    """Something that moves when polled."""
+
+    def advance(self) -> bool:
+        """Move as far as possible without waiting; whether anything moved."""
+        ...
 
 
 class ProgressEngine:
@@ -38,6 +48,7 @@ class ProgressEngine:
         self._idle = idle
         self._lock = threading.RLock()
         self._active: dict[Execution, None] = {}
+        self._actors: list[Actor] = []
         self._abandoned: list[Execution] = []
         self._thread: threading.Thread | None = None
         self._watchers: list[Callable[[float], None]] = []
@@ -63,7 +74,18 @@ class ProgressEngine:
             moved = False
             for execution in tuple(self._active):
                 moved |= self._advance(execution)
+            for actor in tuple(self._actors):
+                moved |= actor.advance()
             return moved
+
+    def attach(self, actor: Actor) -> None:
+        """Poll ``actor`` too; what its ``advance`` raises is raised by whoever polls."""
+        with self._lock:
+            self._actors.append(actor)
+
+    def detach(self, actor: Actor) -> None:
+        with self._lock:
+            self._actors.remove(actor)
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Poll until ``until()`` holds. Watchers are told when nothing moves for long."""

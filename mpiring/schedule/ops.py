@@ -122,29 +122,33 @@ def writes(op: Op) -> tuple[Span, ...]:
 class Schedule:
     """What ``rank`` of ``size`` does: rounds of ops over symbolic buffers.
 
-    ``count`` is the number of elements of the whole array, over all chunks.
+    ``count`` is the number of elements of the whole array, over all chunks;
+    ``scratch`` how many elements of SCRATCH it uses; ``sent`` how many it sends.
     """
 
     rank: int
     size: int
     count: int
     rounds: tuple[Round, ...]
+    scratch: int
+    sent: int
 
     @classmethod
     def of(cls, rank: int, size: int, count: int, rounds: Iterable[Round]) -> Schedule:
         """Keep what an algorithm yields; ops on no elements and empty rounds are dropped."""
         kept = (tuple(op for op in ops if _moves(op)) for ops in rounds)
-        return cls(rank, size, count, tuple(ops for ops in kept if ops))
+        full = tuple(ops for ops in kept if ops)
+        sent = sum(op.src.count for ops in full for op in ops if isinstance(op, Send))
+        return cls(rank, size, count, full, _extent(full, Buffer.SCRATCH), sent)
 
     def extent(self, buffer: Buffer) -> int:
         """How many elements of ``buffer`` the schedule touches, counted from its start."""
-        spans = (span for ops in self.rounds for op in ops for span in (*reads(op), *writes(op)))
-        return max((span.stop for span in spans if span.buffer is buffer), default=0)
+        return _extent(self.rounds, buffer)
 
-    @property
-    def sent(self) -> int:
-        """Elements that this rank sends."""
-        return sum(op.src.count for ops in self.rounds for op in ops if isinstance(op, Send))
+
+def _extent(rounds: Iterable[Round], buffer: Buffer) -> int:
+    spans = (span for ops in rounds for op in ops for span in (*reads(op), *writes(op)))
+    return max((span.stop for span in spans if span.buffer is buffer), default=0)
 
 
 def _moves(op: Op) -> bool:

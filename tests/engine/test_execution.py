@@ -26,7 +26,7 @@ def all_reduce(transport: VirtualTransport, engine: ProgressEngine, plan: Plan, 
     buffers = {
         Buffer.INPUT: contribution,
         Buffer.DATA: np.full(count, np.nan, "f4"),
-        Buffer.SCRATCH: np.full(own.extent(Buffer.SCRATCH), np.nan, "f4"),
+        Buffer.SCRATCH: np.full(own.scratch, np.nan, "f4"),
     }
     binding = Binding(buffers, HostDevice(), transport, slot=1, reduction=SUM)
     execution = Execution(own, binding)
