@@ -74,7 +74,7 @@ def block_length(xp: ModuleType, count: int) -> int:
 
 
 def matmul(xp: ModuleType, a: Array, b: Array, out: Array) -> None:
-    """``out = a @ b``; float16 is summed in float32."""
+    """``out = a @ b``; on the host float16 goes through float32, for the sake of BLAS."""
     if on_host(xp) and out.dtype == np.float16:
         np.matmul(a, b, out=out, dtype=np.float32, casting="same_kind")
     else:
