@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from mpiring.doctor import page, worker
 from mpiring.doctor.facts import Cupy, Facts, Mpi, Rank, Trouble, claims
@@ -111,7 +110,12 @@ def _gather(
     trouble = _trouble(ending)
     launch_failure = ""
     if trouble and trouble.kind in ("died", "silent") and launch:
-        # Under this launcher it fails; does it start without one?
+        # Under this launcher it fails; does it start without one? Said at once: a launcher whose
+        # rank has died may end this process too.
+        _say(
+            f"MPI failed under {launch.launcher}, trying without it. Should this be the last line: "
+            f"python -m mpiring.doctor, without a launcher, tells more. {trouble.text[-500:]}"
+        )
         alone = _look(launcher.clean(), options.timeout, _say)
         if _trouble(alone) is None:
             launch_failure = trouble.text or "nothing"
@@ -148,7 +152,7 @@ def _trouble(ending: child.Ending) -> Trouble | None:
         return Trouble(kind, ending.find("text"))
     if ending.find("world_size"):
         return None
-    return Trouble("silent" if ending.timed_out else "died", ending.text)
+    return Trouble("silent" if ending.timed_out else "died", ending.words)
 
 
 def _probed(facts: Facts, mpi: Mpi, options: argparse.Namespace) -> Facts:
@@ -156,7 +160,8 @@ def _probed(facts: Facts, mpi: Mpi, options: argparse.Namespace) -> Facts:
     if known or options.no_probe or not facts.mpiexec:
         return replace(facts, probe=known)
     report = probe.probe(mpi.library, facts.mpiexec, limit=options.timeout, say=_say)
-    return replace(facts, probe=report, fresh=True, unkept=probe.keep(report) or "")
+    unkept = probe.keep(report) if report.settled else None
+    return replace(facts, probe=report, fresh=True, unkept=unkept or "")
 
 
 def _cupy(rank: Rank, limit: float) -> Cupy | None:
@@ -171,8 +176,8 @@ def _cupy(rank: Rank, limit: float) -> Cupy | None:
     )
     error = ending.find("error") or ""
     if not error and ending.code != 0:
-        last: list[Any] = ending.text.splitlines()[-1:] or ["it said nothing"]
-        error = f"{'no answer in time' if ending.timed_out else 'it crashed'}: {last[0]}"
+        how = "no answer in time" if ending.timed_out else f"ended with code {ending.code}"
+        error = ": ".join([how, *ending.words.splitlines()[-1:]])
     return Cupy(ending.find("version") or "", error)
 
 
@@ -200,7 +205,7 @@ def _version() -> str:
     try:
         return importlib.metadata.version("mpiring")
     except importlib.metadata.PackageNotFoundError:
-        return "(from source)"
+        return "from source"
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def _row(label: str, text: str, remark: str = "", style: str = "") -> Line:
 
 def _title(facts: Facts) -> Line:
     where = facts.here.host if len(facts.hosts) == 1 else count(len(facts.hosts), "host")
-    line = f"mpiring {facts.mpiring} on {where}"
+    line = f"mpiring doctor on {where}"
     if facts.launch:
         line += f", {facts.launch.size} process{'es' * (facts.launch.size > 1)}"
     return [(line, "head")]
@@ -106,14 +106,16 @@ def _title(facts: Facts) -> Line:
 
 def _software(facts: Facts) -> Iterator[Line]:
     here, mpi = facts.here, facts.mpi
+    yield _row("mpiring", facts.mpiring)
     yield _row("Python", here.python, here.executable)
     yield _row("NumPy", here.numpy or "missing", style="" if here.numpy else "problem")
     missing = facts.trouble is not None and facts.trouble.kind == "no mpi4py"
     if mpi:
         yield _row("mpi4py", mpi.mpi4py)
         yield _row("MPI", mpi.name, mpi.path)
-        able = "" if mpi.threads == "MULTIPLE" else "no "
-        yield _row("Threads", mpi.threads or "unknown", f"{able}progress thread possible")
+        if mpi.threads:
+            able = "" if mpi.threads == "MULTIPLE" else "no "
+            yield _row("Threads", mpi.threads, f"{able}progress thread possible")
     else:
         yield _row("mpi4py", "missing" if missing else "installed", style="problem" * missing)
         yield _row("MPI", "no library", style="problem")
@@ -128,10 +130,10 @@ def _launch(facts: Facts) -> Iterator[Line]:
         yield _row("Launcher", "none: this process was started by itself")
     else:
         told = disagreement(facts.launch, len(facts.ranks))
-        if facts.launch_failure or facts.mpi is None or facts.trouble:
+        if facts.launch_failure or told:
+            yield _row("Launcher", facts.launch.launcher, "does not fit the library", "problem")
+        elif facts.mpi is None or facts.trouble:
             yield _row("Launcher", facts.launch.launcher)
-        elif told:
-            yield _row("Launcher", told, style="problem")
         else:
             yield _row("Launcher", facts.launch.launcher, "agrees with the library")
     if facts.mpiexec:
@@ -179,12 +181,12 @@ def _gpu(facts: Facts) -> Iterator[Line]:
         for rank in ranks:
             if rank.gpu:
                 users.setdefault(rank.gpu.uuid, []).append(rank.rank)
+        label = host[:_LABEL]
         for identity, gpu in seen.items():
             mine = users.get(identity, [])
             used = f"rank{'s' * (len(mine) > 1)} {spans(mine)}" if mine else "no rank"
-            yield _row(
-                host[:_LABEL], f"{gpu.name}, {mebibytes(gpu.memory)}", f"GPU {gpu.index}: {used}"
-            )
+            yield _row(label, f"{gpu.name}, {mebibytes(gpu.memory)}", f"GPU {gpu.index}: {used}")
+            label = ""
     if facts.gpus and facts.claims:
         said = [f"{claim.source}: {claim.text}" for claim in facts.claims]
         yield _row("CUDA-aware?", "; ".join(said))
@@ -218,16 +220,17 @@ def _paths(facts: Facts) -> Iterator[Line]:
 
 
 def _path(name: str, result: Result, sizes: list[int]) -> Line:
+    label: Part = (f"  {name:<{_LABEL}}", "dim")
+    failed: Part = (f"  {result.outcome.value}: {result.detail}", "warning")
+    if not result.seconds:
+        return [label, failed]
     cells = "".join(
         f"{seconds(result.seconds[size]) if size in result.seconds else '':>{_CELL}}"
         for size in sizes
     )
-    if result.works:
-        largest, time = max(result.seconds.items())
-        ending: Part = (f"  right, {largest / time / 1e9:.3g} GB/s each way", "good")
-    else:
-        ending = (f"  {result.outcome.value}: {result.detail}", "warning")
-    return [(f"  {name:<{_LABEL}}", "dim"), (cells, ""), ending]
+    largest, time = max(result.seconds.items())
+    right: Part = (f"  right, {largest / time / 1e9:.3g} GB/s each way", "good")
+    return [label, (cells, ""), right if result.works else failed]
 
 
 def _date(made: str) -> str:

@@ -233,7 +233,7 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
     for host, ranks in facts.hosts.items():
         free = ranks[0].shm_free
         need = shm_needed(facts, ranks)
-        if free is not None and free < need:
+        if free is not None and _shm_short(facts, ranks):
             mib = -(-need // (64 << 20)) * 64
             yield _warning(
                 f"/dev/shm is too small on {host}",
@@ -244,9 +244,15 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def _shm_short(facts: Facts, ranks: list[Rank]) -> bool:
+    free = ranks[0].shm_free
+    return free is not None and free < shm_needed(facts, ranks)
+
+
 def shm_needed(facts: Facts, ranks: list[Rank]) -> int:
     """Bytes of /dev/shm that the ranks of one host need; outside a job, a rank for each core."""
-    expected = len(ranks) if facts.launch else max(2, int(cores_of(ranks)))
+    in_job = facts.launch is not None and facts.launch.size == len(facts.ranks)
+    expected = len(ranks) if in_job else max(2, int(cores_of(ranks)))
     return expected * SHM_PER_RANK
 
 
@@ -362,9 +368,9 @@ def _direct(facts: Facts) -> Iterator[Finding]:
         return
     why = f"The direct path: {direct.outcome.value}, {direct.detail}. {detour}"
     if facts.mpi and facts.mpi.vendor == "Intel MPI":
-        mend = ("export I_MPI_OFFLOAD=1 I_MPI_OFFLOAD_MODE=cuda   # to make it so",)
+        mend = ["export I_MPI_OFFLOAD=1 I_MPI_OFFLOAD_MODE=cuda   # to make it so"]
     else:
-        mend = ()
+        mend = []
         why += " The direct path needs a library built for CUDA; MPI libraries from pip are not."
     yield _note(f"{name} is not CUDA-aware", why, *mend)
 
@@ -397,28 +403,34 @@ def _device_paths(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _several_hosts(facts: Facts) -> Iterator[Finding]:
+    if facts.probe and facts.gpus and len(facts.hosts) > 1:
+        yield _note(
+            f"the probe knows {facts.probe.host} only",
+            f"Its two ranks ran on one host; this job has {len(facts.hosts)}. Between hosts other "
+            "parts of MPI are at work, and there the direct path is untried.",
+        )
+
+
 # --- the probe -------------------------------------------------------------------------------
 
 
 def _host_path(facts: Facts) -> Iterator[Finding]:
-    if facts.probe is None or not facts.mpiexec:
+    if facts.probe is None or facts.probe.works("host"):
         return
     host = facts.probe.paths["host"]
-    if host.works:
-        return
-    said = f"{host.outcome.value}, {host.detail}"
+    why = f"{facts.mpirun} -n 2: {host.outcome.value}, {host.detail}."
+    other = f"export {MPIEXEC}='srun'   # or whatever starts MPI jobs here"
     if len(facts.ranks) > 1:
         yield _note(
-            "the probe could not start a job of its own",
-            f"{' '.join(facts.mpiexec)}: {said}. This job itself runs.",
-            f"export {MPIEXEC}='srun'   # or whatever starts MPI jobs here",
+            "the probe could not run a job of its own", f"{why} This job itself runs.", other
         )
+    elif host.outcome is Outcome.FAILED:
+        yield _problem("two ranks could not be started", why, other)
     else:
-        yield _problem(
-            "two ranks could not exchange bytes",
-            f"{facts.mpirun} -n 2: {said}",
-            f"export {MPIEXEC}='srun'   # if another command starts MPI jobs here",
-        )
+        here = facts.hosts[facts.here.host]
+        hint = " See /dev/shm below." if _shm_short(facts, here) else ""
+        yield _problem("two ranks could not exchange bytes", why + hint)
 
 
 def _cache(facts: Facts) -> Iterator[Finding]:
@@ -447,6 +459,7 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _device_paths,
     _direct,
     _shared_gpus,
+    _several_hosts,
     _threads,
     _root,
     _cache,
@@ -489,6 +502,6 @@ def mebibytes(size: int) -> str:
 
 def _last(text: str) -> str:
     """What was said last, on one line, without a full stop."""
-    lines = [line.strip(" -=") for line in text.splitlines()]
+    lines = [re.sub(r"\.{3,}", "", line).strip(" -=") for line in text.splitlines()]
     kept = [line for line in lines if line]
     return " / ".join(kept[-3:])[-300:].rstrip(".")

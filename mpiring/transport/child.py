@@ -20,6 +20,7 @@ import faulthandler
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,9 @@ MARK = "@mpiring "
 LIMIT = "MPIRING_CHILD_LIMIT"
 #: After how many seconds a wait is worth a word.
 PATIENCE = 1.5
+
+# The lines that faulthandler prints.
+_TRACE = re.compile(r'Fatal Python error|Current thread 0x|Thread 0x|  File "|Extension modules:')
 
 Say = Callable[[str], None]
 
@@ -64,6 +68,13 @@ class Ending:
             or (self.code is not None and self.code - 128 in faults)
             or any(word in self.text for word in ("Segmentation fault", "Bus error"))
         )
+
+    @property
+    def words(self) -> str:
+        """What it printed, without the trace that Python adds to a memory fault."""
+        kept = [line for line in self.text.splitlines() if not _TRACE.match(line)]
+        fault = ["memory fault"] if self.crashed else []
+        return "\n".join(kept + fault)
 
     def find(self, key: str) -> Any:
         """The latest value reported under ``key``, or None."""
@@ -114,6 +125,8 @@ def _wait(child: subprocess.Popen[bytes], limit: float, say: Say | None, doing: 
         say(doing)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return child.wait(max(0.0, deadline - time.monotonic()))
+    if say is not None and doing:
+        say(f"given up after {limit:g} s")
     return None
 
 

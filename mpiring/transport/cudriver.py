@@ -15,6 +15,7 @@ maps the plain names to.
 from __future__ import annotations
 
 import ctypes
+import os
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from mpiring.transport import child
 LIBRARY = "libcuda.so.1"
 NO_DRIVER = f"there is no CUDA driver ({LIBRARY})"
 NO_GPU = "the CUDA driver shows no GPU to this process"
+
+_KERNEL = Path("/proc/driver/nvidia")
 
 _Pointer = ctypes.c_uint64  # CUdeviceptr
 _out = ctypes.byref
@@ -64,9 +67,17 @@ def version() -> tuple[int, int] | None:
 def kernel_module() -> str:
     """What the kernel says about NVIDIA's driver, or an empty string."""
     try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
+        return (_KERNEL / "version").read_text().splitlines()[0].strip()
     except (OSError, IndexError):
         return ""
+
+
+def installed() -> list[str]:
+    """The bus addresses of this machine's GPUs, as the kernel names them."""
+    try:
+        return sorted(os.listdir(_KERNEL / "gpus"))
+    except OSError:
+        return []
 
 
 class Driver:

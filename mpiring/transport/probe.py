@@ -79,6 +79,13 @@ class Report:
         """Whether ``path`` (one of ``PATHS``) delivered the right bytes at every size."""
         return path in self.paths and self.paths[path].works
 
+    @property
+    def settled(self) -> bool:
+        """Whether the answer is worth keeping: it would be the same tomorrow."""
+        return self.works("host") and all(
+            result.outcome is not Outcome.SILENT for result in self.paths.values()
+        )
+
     def fastest(self) -> str | None:
         """The device path that delivered right bytes and moved the largest message soonest."""
         able = [name for name in PATHS if name != "host" and self.works(name)]
@@ -178,6 +185,7 @@ def fingerprint(library: str, environ: Mapping[str, str] = os.environ) -> str:
         library.strip(),
         cudriver.version(),
         cudriver.kernel_module(),
+        cudriver.installed(),
         socket.gethostname(),
         launcher.settings(environ),
     ]
@@ -262,7 +270,7 @@ def _judge(ending: child.Ending, limit: float) -> Result:
     if ending.crashed:
         return Result(Outcome.CRASHED, f"memory fault{where}", seconds)
     if ending.code or not seconds:
-        said = ending.text.splitlines()
+        said = ending.words.splitlines()
         return Result(
             Outcome.FAILED, f"exit code {ending.code}{where}: " + " / ".join(said[-3:]), seconds
         )
