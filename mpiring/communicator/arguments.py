@@ -194,9 +194,7 @@ def _viewed(flat: Any, dtype: np.dtype, name: str) -> Any:
     octets = flat.view("u1")
     whole = octets.size // dtype.itemsize * dtype.itemsize
     if whole != octets.size:
-        raise ArgumentError(
-            f"{name}: {octets.size} bytes are no whole number of {dtype} elements"
-        )
+        raise ArgumentError(f"{name}: {octets.size} bytes are no whole number of {dtype} elements")
     return octets.view(dtype)
 
 

@@ -17,14 +17,22 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpiring.communicator import operations
-from mpiring.communicator.agreement import HEAR_WITHIN, TELL_AFTER, Agreed, Agreement, Patience, complaint
+from mpiring.communicator.agreement import (
+    HEAR_WITHIN,
+    TELL_AFTER,
+    Agreed,
+    Agreement,
+    Patience,
+    complaint,
+)
 from mpiring.communicator.arguments import Operand, is_in_place, operand, overlap
+from mpiring.communicator.call import Call, Memory, borrowing
 from mpiring.communicator.operations import SUM, Operation
 from mpiring.device.base import Device
 from mpiring.device.host import HostDevice, check_reduction
@@ -43,20 +51,6 @@ SLOTS = 1 << 14
 #: Collectives under way at which a new one first gives the old ones time to end.
 _CROWD = 256
 _SEEN = 4096  # signatures remembered as agreed
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective call understood: what to run on what."""
-
-    method: str
-    plan: Plan
-    data: Operand
-    input: Operand | None = None
-    operation: Operation | None = None
-    record: str = ""
-    before: tuple[tuple[Any, Any], ...] = ()  #: (source, target) copies around the schedule
-    after: tuple[tuple[Any, Any], ...] = ()
 
 
 class Communicator:
@@ -101,11 +95,11 @@ class Communicator:
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
         self._calls = 0
-        self._persistent = 0
         self._flying: dict[int, tuple[int, Execution]] = {}  # slot -> number, execution
         self._pruned = 0
         self._unwaited = 0
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._seen: OrderedDict[str, int] = OrderedDict()  # record -> slot of blocking calls
+        self._memory = Memory()
         self._check = os.environ.get("MPIRING_CHECK", "first")
         self._patience = Patience()
         self._freed = False
@@ -149,7 +143,9 @@ class Communicator:
         ``sendbuf``: array of any shape, or MPI.IN_PLACE (then ``recvbuf`` holds
         the contribution). ``recvbuf``: as many elements of the same dtype.
         """
-        self._run(lambda: self._allreduce(sendbuf, recvbuf, op), "Allreduce").Wait()
+        self._block(
+            lambda: self._allreduce(sendbuf, recvbuf, op), "Allreduce", sendbuf, recvbuf, op
+        )
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> Request:
         """As Allreduce, returning a request."""
@@ -164,9 +160,11 @@ class Communicator:
 
         In place, ``recvbuf`` holds all n blocks, and the result is in its first.
         """
-        self._run(
-            lambda: self._reduce_scatter_block(sendbuf, recvbuf, op), "Reduce_scatter_block"
-        ).Wait()
+        self._block(
+            lambda: self._reduce_scatter_block(sendbuf, recvbuf, op),
+            "Reduce_scatter_block",
+            *(sendbuf, recvbuf, op),
+        )
 
     def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> Request:
         """As Reduce_scatter_block, returning a request."""
@@ -192,9 +190,11 @@ class Communicator:
         Without ``recvcounts`` each rank gets as many as its ``recvbuf`` has.
         """
         counts = self._counts(sendbuf, recvbuf, recvcounts)
-        self._run(
-            lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op), "Reduce_scatter"
-        ).Wait()
+        self._block(
+            lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op),
+            "Reduce_scatter",
+            *(sendbuf, recvbuf, op, tuple(counts)),
+        )
 
     def Ireduce_scatter(
         self,
@@ -228,7 +228,7 @@ class Communicator:
         ``recvbuf`` has n times the elements of ``sendbuf``; in place, each rank's
         block is there already.
         """
-        self._run(lambda: self._allgather(sendbuf, recvbuf), "Allgather").Wait()
+        self._block(lambda: self._allgather(sendbuf, recvbuf), "Allgather", sendbuf, recvbuf)
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As Allgather, returning a request."""
@@ -244,7 +244,7 @@ class Communicator:
         ``recvbuf``: ``[array, counts]``, ``[array, (counts, displs)]``, with or
         without a datatype; without counts, n blocks that differ by at most one.
         """
-        self._run(lambda: self._allgatherv(sendbuf, recvbuf), "Allgatherv").Wait()
+        self._block(lambda: self._allgatherv(sendbuf, recvbuf), "Allgatherv", sendbuf, recvbuf)
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As Allgatherv, returning a request."""
@@ -256,7 +256,7 @@ class Communicator:
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """The array of ``root``, everywhere."""
-        self._run(lambda: self._bcast(buf, root), "Bcast").Wait()
+        self._block(lambda: self._bcast(buf, root), "Bcast", buf, root)
 
     def Ibcast(self, buf: Any, root: int = 0) -> Request:
         """As Bcast, returning a request."""
@@ -325,7 +325,9 @@ class Communicator:
             if source.extent != data.extent:
                 raise ArgumentError("sendbuf and recvbuf: overlap in part; use MPI.IN_PLACE")
             source = None
-        return self._reduction("allreduce", split(0, data.count, self.size), data, source, operation)
+        return self._reduction(
+            "allreduce", split(0, data.count, self.size), data, source, operation
+        )
 
     def _reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any) -> Call:
         data, source, operation = self._reducible(sendbuf, recvbuf, op)
@@ -352,7 +354,7 @@ class Communicator:
             own = operand(recvbuf, "recvbuf", writable=True).count
             return self._allgather(np.array([own]), counts)
 
-        self._run(understand, "counts of Reduce_scatter").Wait()
+        self._block(understand, "counts of Reduce_scatter")
         return counts.tolist()
 
     def _reduce_scatter(
@@ -513,6 +515,7 @@ class Communicator:
     # -- from a call to the engine --------------------------------------------------------
 
     def _run(self, understand: Callable[[], Call], label: str) -> Request:
+        """Begin a one-shot collective."""
         number = self._number()
         call, gates = self._agreed(number, understand)
         slot = number % SLOTS
@@ -526,14 +529,57 @@ class Communicator:
         return request
 
     def _bind(self, understand: Callable[[], Call], label: str) -> Request:
+        """Make a persistent collective."""
         number = self._number()
         call, gates = self._agreed(number, understand)
         for gate in gates:
             self._engine.wait(gate.done)
-        slot = SLOTS + self._persistent
-        self._persistent += 1
-        execution = self._execution(call, slot, label, persistent=True)
+        execution = self._execution(call, self._own_slot(number), label, persistent=True)
         return Request(self._engine, execution, lambda: self._entry(call), persistent=True)
+
+    def _block(self, understand: Callable[[], Call], label: str, *arguments: Any) -> None:
+        """Run a collective to its end.
+
+        Programs call with the same arrays again and again, so what was bound for
+        these addresses is kept and used again; it borrows the memory, and holds
+        no array alive. All blocking calls of one signature share a slot: on one
+        rank they follow each other, so their messages match in order.
+        """
+        number = self._number()
+        key = self._memory.key(label, arguments)
+        bound = self._memory.get(key) if self._check != "1" else None
+        if bound is not None:
+            record, execution = bound
+            gates: list[Completion] = []
+            self._seen.move_to_end(record)
+            if self._agreement is not None:
+                self._agreement.open(number, record)
+        else:
+            call, gates = self._agreed(number, understand)
+            record = call.record
+            if key is not None:
+                call = borrowing(call)
+            execution = self._execution(call, self._seen[record], label, persistent=True)
+            gates += self._entry(call)
+            self._memory.put(key, record, execution)
+        slot = execution.binding.slot
+        self._flying[slot] = (number, execution)
+        try:
+            self._engine.start(execution, gates)
+            if not execution.finished:
+                self._engine.wait(lambda: execution.finished)
+        except BaseException:
+            # Left in the middle (Ctrl-C): MPI may still write there.
+            self._engine.keep(arguments)
+            raise
+        del self._flying[slot]
+        if execution.error is not None:
+            self._memory.drop(key)
+            raise execution.error
+
+    def _own_slot(self, number: int) -> int:
+        """A slot that stays with what call ``number`` has made: the same on every rank."""
+        return SLOTS + number % (self._transport.slots - SLOTS)
 
     def _number(self) -> int:
         if self._freed:
@@ -603,25 +649,26 @@ class Communicator:
 
     # -- agreement over ranks -------------------------------------------------------------
 
-    def _agreed(
-        self, number: int, understand: Callable[[], Call]
-    ) -> tuple[Call, list[Completion]]:
+    def _agreed(self, number: int, understand: Callable[[], Call]) -> tuple[Call, list[Completion]]:
         """Understand a call; what must be over before its data moves."""
         try:
             call = understand()
         except MpiringError as error:
             self._complain(number, error)
             raise
+        known = call.record in self._seen
+        if known:
+            self._seen.move_to_end(call.record)
+        else:
+            self._seen[call.record] = self._own_slot(number)
+            if len(self._seen) > _SEEN:
+                self._seen.popitem(last=False)
         agreement = self._agreement
         if agreement is None or self.size == 1 or self._check == "0":
             return call, []
         agreement.open(number, call.record)
-        if call.record in self._seen and self._check != "1":
-            self._seen.move_to_end(call.record)
+        if known and self._check != "1":
             return call, []
-        self._seen[call.record] = None
-        if len(self._seen) > _SEEN:
-            self._seen.popitem(last=False)
         return call, [_Forgetting(Agreed(agreement, number), self._seen, call.record)]
 
     def _complain(self, number: int, error: MpiringError) -> None:
@@ -653,24 +700,24 @@ class Communicator:
         if self._check != "0":
             if seconds > TELL_AFTER or agreement.doubtful(number):
                 agreement.tell(number)
-            if agreement.doubtful(number) and (
-                agreement.heard(number) or seconds > HEAR_WITHIN
-            ):
+            if agreement.doubtful(number) and (agreement.heard(number) or seconds > HEAR_WITHIN):
                 error = agreement.verdict(number)
                 assert error is not None
                 self._engine.fail(execution, error)
                 return
         self._patience.check(
             seconds,
-            lambda: f"rank {self.rank} waits in {execution.tell()}; "
-            f"not there yet: ranks {agreement.silent(number)}",
+            lambda: (
+                f"rank {self.rank} waits in {execution.tell()}; "
+                f"not there yet: ranks {agreement.silent(number)}"
+            ),
         )
 
 
 class _Forgetting:
     """An agreement that is not remembered if it fails: all ranks compare again next time."""
 
-    def __init__(self, agreed: Agreed, seen: OrderedDict[str, None], record: str) -> None:
+    def __init__(self, agreed: Agreed, seen: OrderedDict[str, int], record: str) -> None:
         self._agreed, self._seen, self._record = agreed, seen, record
 
     def done(self) -> bool:

@@ -76,17 +76,17 @@ def _reducer(src: np.ndarray, dst: np.ndarray, op: Reduction) -> Callable[[], An
         return partial(_locate, src, dst, np.greater if op.name == "maxloc" else np.less)
     ufunc = _UFUNCS[op.name]
     # Two dtypes in, the same one out: NumPy would promote booleans and small integers else.
-    return partial(ufunc, src, dst, dst, casting="unsafe") if op.name[0] == "l" else partial(
-        ufunc, src, dst, dst
+    return (
+        partial(ufunc, src, dst, dst, casting="unsafe")
+        if op.name[0] == "l"
+        else partial(ufunc, src, dst, dst)
     )
 
 
 def _locate(src: np.ndarray, dst: np.ndarray, better: np.ufunc) -> None:
     """MPI's MAXLOC and MINLOC on (value, index) pairs: of equal values, the lower index."""
     value, index = dst.dtype.names
-    take = better(src[value], dst[value]) | (
-        (src[value] == dst[value]) & (src[index] < dst[index])
-    )
+    take = better(src[value], dst[value]) | ((src[value] == dst[value]) & (src[index] < dst[index]))
     dst[take] = src[take]
 
 

@@ -39,15 +39,11 @@ class Binding:
         match op:
             case Send(peer, src):
                 return [
-                    self.transport.send(
-                        self.view(src), peer, self.slot, persistent=self.persistent
-                    )
+                    self.transport.send(self.view(src), peer, self.slot, persistent=self.persistent)
                 ]
             case Recv(peer, dst):
                 return [
-                    self.transport.recv(
-                        self.view(dst), peer, self.slot, persistent=self.persistent
-                    )
+                    self.transport.recv(self.view(dst), peer, self.slot, persistent=self.persistent)
                 ]
             case Reduce(src, dst, scaled):
                 assert self.reduction is not None
@@ -125,7 +121,9 @@ class Execution:
     def tell(self) -> str:
         """Where it stands, for somebody who wonders why it does not end."""
         total = len(self._rounds)
-        return f"{self.label or 'collective'} (slot {self.binding.slot}, round {self._next}/{total})"
+        return (
+            f"{self.label or 'collective'} (slot {self.binding.slot}, round {self._next}/{total})"
+        )
 
 
 def _ordered(ops: Round) -> list[Op]:

@@ -49,7 +49,7 @@ class ProgressEngine:
         self._lock = threading.RLock()
         self._active: dict[Execution, None] = {}
         self._actors: list[Actor] = []
-        self._abandoned: list[Execution] = []
+        self._kept: list[object] = []
         self._thread: threading.Thread | None = None
         self._watchers: list[Callable[[float], None]] = []
 
@@ -119,7 +119,11 @@ class ProgressEngine:
             execution.error = error
             execution.finished = True
             if self._active.pop(execution, execution) is None:
-                self._abandoned.append(execution)
+                self.keep(execution)
+
+    def keep(self, thing: object) -> None:
+        """Keep alive for good what MPI may still read or write."""
+        self._kept.append(thing)
 
     def start_thread(self) -> None:
         """Poll from a thread of its own, from now to the end of the process."""

@@ -83,9 +83,7 @@ def _rounds(plan: Plan, rank: int, size: int, count: int) -> Iterator[Round]:
     if plan.collective == "bcast":
         yield from ring.broadcast(rank, size, count, root=plan.root, segment=plan.segment)
     elif plan.collective == "allgather":
-        yield from ring.all_gather(
-            rank, plan.chunks, in_place=plan.in_place, segment=plan.segment
-        )
+        yield from ring.all_gather(rank, plan.chunks, in_place=plan.in_place, segment=plan.segment)
     elif plan.collective == "reduce_scatter":
         yield from ring.reduce_scatter(
             rank, plan.chunks, in_place=plan.in_place, segment=plan.segment, scaled=scaled

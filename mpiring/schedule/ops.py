@@ -42,9 +42,8 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     def overlaps(self, other: Span) -> bool:
-        return (
-            self.buffer is other.buffer
-            and max(self.start, other.start) < min(self.stop, other.stop)
+        return self.buffer is other.buffer and max(self.start, other.start) < min(
+            self.stop, other.stop
         )
 
     def __str__(self) -> str:

@@ -202,9 +202,7 @@ def _scatter_into_scratch(rank: int, chunks: Chunks, m: int, scaled: bool) -> li
     return transfers
 
 
-def _gather(
-    rank: int, chunks: Chunks, m: int, source: Buffer, offset: int
-) -> list[Transfer]:
+def _gather(rank: int, chunks: Chunks, m: int, source: Buffer, offset: int) -> list[Transfer]:
     """The own chunk is sent from ``source``, where it starts at ``offset``."""
     size = len(chunks)
     shift = offset - chunks[rank][0]

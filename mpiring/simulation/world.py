@@ -51,6 +51,7 @@ class VirtualTransport:
 
     def __init__(self, world: World, rank: int) -> None:
         self.rank, self.size = rank, world.size
+        self.slots = 1 << 20
         self._world = world
 
     def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:

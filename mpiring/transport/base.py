@@ -18,6 +18,7 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    slots: int  #: allowed are slots from 0, below this
 
     def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
         """A task that sends ``view`` to ``peer``."""

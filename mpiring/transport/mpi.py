@@ -27,6 +27,7 @@ class MpiTransport:
         self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
+        self.slots = comm.Get_attr(MPI.TAG_UB) + 1
         self._limit = limit
 
     def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:

@@ -113,9 +113,7 @@ PLAN = Plan("allreduce", "ring", split(0, 12, 3), True)
         ),
         (
             lambda ops: [
-                dataclasses.replace(op, dst=ops[0].src)
-                if isinstance(op, Recv)
-                else op
+                dataclasses.replace(op, dst=ops[0].src) if isinstance(op, Recv) else op
                 for op in ops
             ],
             "may overlap",
@@ -163,7 +161,10 @@ def test_two_ranks_that_each_send_before_they_receive_deadlock() -> None:
     data, scratch = Span(Buffer.DATA, 0, 4), Span(Buffer.SCRATCH, 0, 4)
     schedules = [
         Schedule.of(
-            rank, 2, 4, [(Send(1 - rank, data),), (Recv(1 - rank, scratch),), (Reduce(scratch, data),)]
+            rank,
+            2,
+            4,
+            [(Send(1 - rank, data),), (Recv(1 - rank, scratch),), (Reduce(scratch, data),)],
         )
         for rank in range(2)
     ]

@@ -1,0 +1,105 @@
+"""A collective call once it is understood, and the memory of those made before."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mpiring.communicator.arguments import Operand
+from mpiring.communicator.operations import Operation
+from mpiring.device.base import Reduction
+from mpiring.engine.execution import Execution
+from mpiring.schedule.catalog import Plan
+from mpiring.schedule.ops import Buffer
+
+#: Bound collectives kept, and bytes of scratch that they may hold together.
+KEPT, KEPT_BYTES = 64, 128 << 20
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective call understood: what to run on what."""
+
+    method: str
+    plan: Plan
+    data: Operand
+    input: Operand | None = None
+    operation: Operation | None = None
+    record: str = ""
+    before: tuple[tuple[Any, Any], ...] = ()  #: (source, target) copies around the schedule
+    after: tuple[tuple[Any, Any], ...] = ()
+
+
+def borrowing(call: Call) -> Call:
+    """The same call on the same memory, without keeping the caller's arrays alive."""
+    data = replace(call.data, flat=_borrowed(call.data.flat))
+    source = call.input and replace(call.input, flat=_borrowed(call.input.flat))
+    return replace(call, data=data, input=source)
+
+
+def _borrowed(flat: np.ndarray) -> np.ndarray:
+    if not flat.size:
+        return flat
+    address = flat.__array_interface__["data"][0]
+    return np.frombuffer((ctypes.c_char * flat.nbytes).from_address(address), flat.dtype)
+
+
+class Memory:
+    """Bound collectives by what they were called with: method, addresses, sizes, dtypes, op."""
+
+    def __init__(self) -> None:
+        self._bound: OrderedDict[tuple[Any, ...], tuple[str, Execution]] = OrderedDict()
+        self._scratch = 0
+        mpi = sys.modules.get("mpi4py.MPI")
+        names = ("IN_PLACE", "SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "BAND", "BOR")
+        #: MPI objects that are always the same; others may be gone when their id comes again.
+        self._constants = {id(each): each for each in (getattr(mpi, n) for n in names if mpi)}
+
+    def key(self, label: str, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What the call is kept under; None if it is none that can come again as it is."""
+        parts: list[Any] = [label]
+        for argument in arguments:
+            kind = type(argument)
+            if kind is np.ndarray:
+                flags = argument.flags
+                if not (flags.c_contiguous and argument.dtype.names is None):
+                    return None
+                address = argument.__array_interface__["data"][0]
+                parts += (address, argument.size, argument.dtype, flags.writeable)
+            elif kind in (str, int, tuple, Reduction):
+                parts.append(argument)
+            elif id(argument) in self._constants:
+                parts.append(id(argument))
+            else:
+                return None
+        return tuple(parts)
+
+    def get(self, key: tuple[Any, ...] | None) -> tuple[str, Execution] | None:
+        if key is None or key not in self._bound:
+            return None
+        self._bound.move_to_end(key)
+        return self._bound[key]
+
+    def put(self, key: tuple[Any, ...] | None, record: str, execution: Execution) -> None:
+        if key is None:
+            return
+        self.drop(key)
+        self._bound[key] = (record, execution)
+        self._scratch += _scratch(execution)
+        while len(self._bound) > KEPT or (self._scratch > KEPT_BYTES and len(self._bound) > 1):
+            self.drop(next(iter(self._bound)))
+
+    def drop(self, key: tuple[Any, ...] | None) -> None:
+        if key in self._bound:
+            _, execution = self._bound.pop(key)
+            self._scratch -= _scratch(execution)
+
+
+def _scratch(execution: Execution) -> int:
+    scratch = execution.binding.buffers.get(Buffer.SCRATCH)
+    return 0 if scratch is None else scratch.nbytes
