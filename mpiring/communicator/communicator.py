@@ -18,6 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -406,7 +407,7 @@ class Communicator:
                 f"recvbuf: counts {counts} given; {self.size} counts from 0 are needed"
             )
         filled = sorted(chunk for chunk in chunks if chunk[0] < chunk[1])
-        if any(a[1] > b[0] for a, b in zip(filled, filled[1:])):
+        if any(a[1] > b[0] for a, b in pairwise(filled)):
             raise ArgumentError(f"recvbuf: blocks {chunks} overlap")
         if filled and (filled[0][0] < 0 or filled[-1][1] > data.count):
             raise ArgumentError(f"recvbuf: blocks {chunks} leave its {data.count} elements")

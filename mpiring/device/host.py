@@ -16,6 +16,8 @@ from mpiring.device.base import Reduction
 from mpiring.errors import DtypeError
 from mpiring.task import READY, Completion, Task
 
+_CACHE_LINE = 64  # bytes
+
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "prod": np.multiply,
@@ -50,10 +52,14 @@ class HostDevice:
     xp = np
 
     def empty(self, count: int, dtype: Any) -> np.ndarray:
-        return np.empty(count, dtype)
+        """As numpy.empty, starting on a cache line: ufuncs are slower elsewhere."""
+        nbytes = count * np.dtype(dtype).itemsize
+        raw = np.empty(nbytes + _CACHE_LINE, np.uint8)
+        start = -raw.__array_interface__["data"][0] % _CACHE_LINE
+        return raw[start : start + nbytes].view(dtype)
 
     def staging(self, count: int, dtype: Any) -> np.ndarray:
-        return np.empty(count, dtype)
+        return self.empty(count, dtype)
 
     def record(self, array: np.ndarray) -> Completion:
         return READY
