@@ -46,6 +46,7 @@ from mpiring.schedule.catalog import Mean, Plan
 from mpiring.schedule.chunks import Range, consecutive, split
 from mpiring.schedule.ops import Buffer
 from mpiring.task import Completion, Task
+from mpiring.transport.base import Transport
 
 #: Tags used in turn by one-shot collectives; persistent ones have a tag each, above.
 SLOTS = 1 << 14
@@ -87,6 +88,7 @@ class Communicator:
         self._algorithm, self._segment = algorithm, segment
         self._comm: Any = None
         self._private: list[Any] = []
+        self._lent: list[Transport] = []
         self._agreement: Agreement | None = None
         self._host = HostDevice()
         if hasattr(comm, "Get_rank"):
@@ -273,6 +275,20 @@ class Communicator:
         """Move everything under way in this process; whether anything moved. Never blocks."""
         return self._engine.poll()
 
+    @property
+    def engine(self) -> ProgressEngine:
+        """What moves this communicator's collectives, and whatever is attached to it."""
+        return self._engine
+
+    def private_transport(self) -> Transport:
+        """Point-to-point messages between the same ranks that meet no others. Collective.
+
+        It is freed with the communicator, and must be idle then.
+        """
+        self._number()
+        self._lent.append(self._transport.duplicate())
+        return self._lent[-1]
+
     def Free(self) -> None:
         """End what is under way, say what was never waited for, free the private duplicates.
 
@@ -291,6 +307,8 @@ class Communicator:
             )
         if self._agreement is not None:
             self._agreement.listen()
+        for transport in self._lent:
+            transport.free()
         for private in self._private:
             private.Free()
 
@@ -536,7 +554,8 @@ class Communicator:
         for gate in gates:
             self._engine.wait(gate.done)
         execution = self._execution(call, self._own_slot(number), label, persistent=True)
-        return Request(self._engine, execution, lambda: self._entry(call), persistent=True)
+        gates = (lambda: self._entry(call)) if call.data.on_device else tuple
+        return Request(self._engine, execution, gates, persistent=True)
 
     def _block(self, understand: Callable[[], Call], label: str, *arguments: Any) -> None:
         """Run a collective to its end.
@@ -567,8 +586,7 @@ class Communicator:
         self._flying[slot] = (number, execution)
         try:
             self._engine.start(execution, gates)
-            if not execution.finished:
-                self._engine.wait(lambda: execution.finished)
+            self._engine.finish(execution)
         except BaseException:
             # Left in the middle (Ctrl-C): MPI may still write there.
             self._engine.keep(arguments)

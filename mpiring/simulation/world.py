@@ -22,7 +22,6 @@ import numpy as np
 
 from mpiring.engine.progress import ProgressEngine
 from mpiring.errors import StallError, TransportError
-from mpiring.task import Task
 
 
 class Message:
@@ -30,15 +29,21 @@ class Message:
 
     immediate = False
 
-    def __init__(self, post: Callable[[Message], None], view: Any) -> None:
+    def __init__(self, world: World, channel: deque[Message], view: Any) -> None:
         self.view = view
         self.over = True
         self.error: TransportError | None = None
-        self._post = post
+        self._world, self._channel = world, channel
 
     def start(self) -> None:
         self.over = False
-        self._post(self)
+        self._world.post(self._channel, self)
+
+    def cancel(self) -> None:
+        """Take back a receive that nothing will match."""
+        if not self.over:
+            self._channel.remove(self)
+            self.over = True
 
     def done(self) -> bool:
         if self.over and self.error is not None:
@@ -47,20 +52,29 @@ class Message:
 
 
 class VirtualTransport:
-    """Messages of one virtual rank."""
+    """Messages of one virtual rank; ``context`` tells them from those of its duplicates."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: World, rank: int, context: tuple[int, ...] = ()) -> None:
         self.rank, self.size = rank, world.size
         self.slots = 1 << 20
         self._world = world
+        self._context = context
+        self._duplicates = 0
 
-    def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
-        channel = self._world.channels[self.rank, peer, slot][0]
-        return Message(lambda message: self._world.post(channel, message), view)
+    def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Message:
+        channel = self._world.channels[self.rank, peer, (*self._context, slot)][0]
+        return Message(self._world, channel, view)
 
-    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
-        channel = self._world.channels[peer, self.rank, slot][1]
-        return Message(lambda message: self._world.post(channel, message), view)
+    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Message:
+        channel = self._world.channels[peer, self.rank, (*self._context, slot)][1]
+        return Message(self._world, channel, view)
+
+    def duplicate(self) -> VirtualTransport:
+        # Collective, so all ranks count alike.
+        self._duplicates += 1
+        return VirtualTransport(self._world, self.rank, (*self._context, self._duplicates))
+
+    def free(self) -> None: ...
 
 
 class _Rank:
@@ -79,9 +93,9 @@ class World:
     def __init__(self, size: int, seed: int = 0) -> None:
         self.size = size
         self.random = random.Random(seed)
-        self.channels: dict[tuple[int, int, int], tuple[deque[Message], deque[Message]]] = (
-            defaultdict(lambda: (deque(), deque()))
-        )
+        self.channels: dict[
+            tuple[int, int, tuple[int, ...]], tuple[deque[Message], deque[Message]]
+        ] = defaultdict(lambda: (deque(), deque()))
         self._ranks = [_Rank(number) for number in range(size)]
         self._back = threading.Semaphore(0)
         self._idle: set[int] = set()

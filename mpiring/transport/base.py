@@ -7,6 +7,14 @@ from typing import Any, Protocol
 from mpiring.task import Task
 
 
+class Receive(Task, Protocol):
+    """A receive. Once taken back it is over, and may be started again."""
+
+    def cancel(self) -> None:
+        """Take back the latest start, which nothing will match any more."""
+        ...
+
+
 class Transport(Protocol):
     """Point-to-point messages between ``size`` ranks.
 
@@ -24,6 +32,14 @@ class Transport(Protocol):
         """A task that sends ``view`` to ``peer``."""
         ...
 
-    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
+    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Receive:
         """A task that receives into ``view`` from ``peer``."""
+        ...
+
+    def duplicate(self) -> Transport:
+        """The same ranks, with messages that never meet those of this one. Collective."""
+        ...
+
+    def free(self) -> None:
+        """Give back what ``duplicate`` took. Collective; nothing may be under way."""
         ...

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from mpiring.errors import TransportError
 from mpiring.task import Task
+from mpiring.transport.base import Receive
 
 #: Bytes above which a message is split.
 MESSAGE_LIMIT = 1 << 30
@@ -34,16 +35,24 @@ class MpiTransport:
         kind = _PersistentSend if persistent else _Send
         return self._whole([kind(self.comm, part, peer, slot) for part in self._parts(view)])
 
-    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
+    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Receive:
         kind = _PersistentRecv if persistent else _Recv
         return self._whole([kind(self.comm, part, peer, slot) for part in self._parts(view)])
+
+    def duplicate(self) -> MpiTransport:
+        comm = self.comm.Dup()
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        return MpiTransport(comm, self._limit)
+
+    def free(self) -> None:
+        self.comm.Free()
 
     def _parts(self, view: Any) -> list[Any]:
         octets = view.view("u1")
         return [octets[at : at + self._limit] for at in range(0, octets.size, self._limit)]
 
     @staticmethod
-    def _whole(parts: list[Any]) -> Task:
+    def _whole(parts: list[Any]) -> Any:
         return parts[0] if len(parts) == 1 else _Parts(parts)
 
 
@@ -102,6 +111,7 @@ class _Receive:
     def cancel(self) -> None:
         """Take back a receive that nothing will match."""
         self._request.Cancel()
+        self._request.Wait()
 
     def _tell(self, what: str) -> str:
         return (
@@ -158,8 +168,7 @@ class _Parts:
 
     def cancel(self) -> None:
         for part in self._open:
-            if hasattr(part, "cancel"):
-                part.cancel()
+            part.cancel()
 
 
 _BYTE = MPI.BYTE
