@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import Any
 
 from mpiring.errors import ArgumentError, DtypeError, MismatchError, StallError
@@ -38,18 +38,21 @@ class Agreement:
     def __init__(self, control: Any) -> None:
         self._control = control
         self.rank, self.size = control.Get_rank(), control.Get_size()
-        self._mine: OrderedDict[int, str] = OrderedDict()
+        self._mine: list[tuple[int, str]] = [(0, "")] * _KEPT  # by number, the latest ones
         self._theirs: defaultdict[int, dict[int, str]] = defaultdict(dict)
         self._told: dict[int, set[int]] = {}
+        self._latest = 0
         self._sending: list[Any] = []
 
     def open(self, number: int, record: str) -> None:
         """Call ``number`` has begun here, with this record."""
-        self._mine[number] = record
-        while len(self._mine) > _KEPT:
-            old, _ = self._mine.popitem(last=False)
-            self._theirs.pop(old, None)
-            self._told.pop(old, None)
+        self._mine[number % _KEPT] = (number, record)
+        self._latest = number
+
+    def _record(self, number: int) -> str | None:
+        """What this rank called as ``number``, if that is neither to come nor long ago."""
+        kept, record = self._mine[number % _KEPT]
+        return record if kept == number else None
 
     def tell(self, number: int) -> None:
         """Send the record of call ``number`` to every rank that has not got it."""
@@ -60,12 +63,15 @@ class Agreement:
         told = self._told.setdefault(number, {self.rank})
         if peer not in told:
             told.add(peer)
-            message = (number, self._mine[number])
+            message = (number, self._record(number))
             self._sending.append(self._control.isend(message, peer))
 
     def listen(self) -> None:
         """Take in the records that have come; answer those that were not asked for."""
         self._sending = [request for request in self._sending if not request.test()[0]]
+        for old in [number for number in self._theirs if number <= self._latest - _KEPT]:
+            del self._theirs[old]
+            self._told.pop(old, None)
         while (message := self._control.improbe()) is not None:
             from mpi4py import MPI
 
@@ -73,7 +79,7 @@ class Agreement:
             number, record = message.recv(status)
             peer = status.Get_source()
             self._theirs[number][peer] = record
-            mine = self._mine.get(number)
+            mine = self._record(number)
             if mine is None:
                 continue  # not called here yet: ``open`` will find it
             if mine == record:
@@ -87,13 +93,13 @@ class Agreement:
 
     def doubtful(self, number: int) -> bool:
         """Whether some rank's record differs from this one's."""
-        return any(record != self._mine[number] for record in self._theirs[number].values())
+        return any(record != self._record(number) for record in self._theirs[number].values())
 
     def verdict(self, number: int) -> Exception | None:
         """The error that the records of call ``number`` amount to, in words that are the
         same on every rank; None if they are equal.
         """
-        records = {**self._theirs[number], self.rank: self._mine[number]}
+        records = {**self._theirs[number], self.rank: self._record(number) or ""}
         ranks: defaultdict[str, list[int]] = defaultdict(list)
         for rank in sorted(records):
             ranks[records[rank]].append(rank)

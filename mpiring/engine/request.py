@@ -36,7 +36,9 @@ class Request:
 
     def Start(self) -> Request:
         """Begin a persistent collective (again). Every rank does, sooner or later."""
-        execution = self._bound()
+        execution = self._execution
+        if execution is None or not self.persistent:
+            raise ArgumentError("Start: not a persistent request, or already freed")
         if not execution.finished:
             raise ArgumentError(f"Start: {execution.label} is still under way; Wait for it first")
         self._engine.start(execution, self._gates())
@@ -59,7 +61,7 @@ class Request:
         execution = self._execution
         if execution is not None:
             if not execution.finished:
-                self._engine.wait(lambda: execution.finished)
+                self._engine.finish(execution)
             self._end(execution)
         return True
 
@@ -125,16 +127,11 @@ class Request:
     def _over(self) -> bool:
         return self._execution is None or self._execution.finished
 
-    def _bound(self) -> Execution:
-        if self._execution is None or not self.persistent:
-            raise ArgumentError("Start: not a persistent request, or already freed")
-        return self._execution
-
     def _end(self, execution: Execution, forget: bool = False) -> None:
-        error, execution.error = execution.error, None
         if not self.persistent or forget:
             self._execution = None
             if self._on_end is not None:
                 self._on_end(self)
-        if error is not None:
+        if execution.error is not None:
+            error, execution.error = execution.error, None
             raise error
