@@ -64,7 +64,7 @@ def test_digits_are_split_by_class_and_standardised():
 
 
 def test_digits_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ArgumentError, match=r"pip install 'mpiring\[train\]'"):
         load("digits")
 
