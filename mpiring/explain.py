@@ -70,9 +70,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
     chunks = split(0, options.count, options.ranks)
     in_place = not options.out_of_place or options.collective == "bcast"
-    return Plan(
-        options.collective, algorithm, chunks, in_place, options.segment, root=options.root
-    )
+    return Plan(options.collective, algorithm, chunks, in_place, options.segment, root=options.root)
 
 
 def _sent(plan: Plan, schedules: Sequence[Schedule], itemsize: int) -> str:

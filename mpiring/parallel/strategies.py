@@ -26,11 +26,19 @@ class Optimizer(Protocol):
 
 
 class Strategy(Protocol):
-    """``polling_seconds`` and ``waiting_seconds`` add up what communication cost the caller."""
+    """What the trainer runs, by ``name``."""
 
     name: str
-    polling_seconds: float
-    waiting_seconds: float
+
+    @property
+    def polling_seconds(self) -> float:
+        """Seconds of the caller's that went into starting and moving exchanges so far."""
+        ...
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Seconds that went into waiting for their ends."""
+        ...
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients accumulate and nothing is exchanged."""
@@ -111,6 +119,11 @@ def broadcast_state(comm: Communicator, values: Any, optimizer: Optimizer) -> No
     comm.Bcast(values)
     for name in sorted(optimizer.state):
         comm.Bcast(optimizer.state[name])
-    steps = np.array([optimizer.steps])
-    comm.Bcast(steps)
-    optimizer.steps = int(steps[0])
+    optimizer.steps = broadcast_number(comm, optimizer.steps)
+
+
+def broadcast_number(comm: Communicator, number: int) -> int:
+    """Rank 0's number."""
+    everyones = np.array([number])
+    comm.Bcast(everyones)
+    return int(everyones[0])

@@ -11,23 +11,21 @@ import argparse
 import hashlib
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mpiring.communicator import Communicator
-from mpiring.engine.progress import default_engine
+from mpiring.engine.progress import ProgressEngine, default_engine
 from mpiring.nn.arrays import all_finite
-from mpiring.nn.data import Dataset
 from mpiring.nn.loss import softmax_cross_entropy
-from mpiring.nn.model import MLP
-from mpiring.nn.optim import SGD, Adam, Optimizer
-from mpiring.nn.sampler import Sampler, Step
+from mpiring.nn.sampler import Step
 from mpiring.parallel.buckets import MIB
-from mpiring.parallel.strategies import AllReduce, Strategy, broadcast_state
+from mpiring.parallel.strategies import AllReduce, Strategy, broadcast_number, broadcast_state
 from mpiring.trace import Instrument, Ledger
+from mpiring.train.replica import Replica
 
 #: Exchanges timed alone, after training.
 _REPEATS = 7
@@ -40,41 +38,42 @@ class Clock:
     steps: int = 0
     total: float = 0.0
     exposed: float = 0.0
-    samples: int = 0
-    skipped: list[int] = field(default_factory=list)
+    samples: int = 0  #: of all ranks
+    skipped: list[int] = field(default_factory=list)  #: the numbers of those steps, from 1
 
 
 class Trainer:
-    """A model, its data and a strategy on every rank. All methods are collective."""
+    """Replicas that learn together. The constructor and all methods are collective.
+
+    Every rank starts with rank 0's weights, optimizer and count of epochs, whatever the
+    others were seeded with or read from a file. ``engine`` is the communicator's.
+    """
 
     def __init__(
-        self, comm: Communicator, dataset: Dataset, options: argparse.Namespace
+        self,
+        comm: Communicator,
+        replica: Replica,
+        options: argparse.Namespace,
+        *,
+        engine: ProgressEngine | None = None,
     ) -> None:
-        self.comm, self.dataset, self.options = comm, dataset, options
-        self.sampler = Sampler(
-            len(dataset.y_train),
-            options.batch_size,
-            ranks=comm.size,
-            rank=comm.rank,
-            seed=options.seed,
-            accumulate=options.accumulate,
-        )
-        sizes = (dataset.features, *options.hidden, dataset.classes)
-        self.model = MLP(sizes, dtype=options.dtype, seed=options.seed)
-        self.optimizer = _optimizer(self.model.parameters.size, options)
+        self.comm, self.replica, self.options = comm, replica, options
+        self.engine = engine or default_engine()
+        self.dataset, self.model = replica.dataset, replica.model
         parameters = self.model.parameters
         self.strategy: Strategy = AllReduce(
             comm,
             list(parameters),
             parameters.values,
             parameters.gradients,
-            self.optimizer,
+            replica.optimizer,
             all_finite,
             bucket_bytes=max(1, int(options.bucket_mb * MIB)),
             first_bucket_bytes=max(1, int(options.first_bucket_mb * MIB)),
             overlap=options.overlap,
         )
-        broadcast_state(comm, parameters.values, self.optimizer)
+        broadcast_state(comm, parameters.values, replica.optimizer)
+        replica.epochs = broadcast_number(comm, replica.epochs)
         self.clock = Clock()
         self.ledger = Ledger()
         self._watchers: list[Instrument] = []
@@ -82,33 +81,36 @@ class Trainer:
     def watch(self, instrument: Instrument) -> None:
         """Tell ``instrument`` about the parts of each step."""
         self._watchers.append(instrument)
-        default_engine().instruments.append(instrument)
+        self.engine.instruments.append(instrument)
 
-    def epoch(self, number: int, progress: Callable[[int, float], None]) -> float:
+    def epoch(self, progress: Callable[[int, float], None]) -> float:
         """One pass over the training samples; the mean loss over all of them.
 
         ``progress(samples of the step, loss)`` is called after each step, with
         this rank's mean loss.
         """
-        engine = default_engine()
-        engine.instruments.append(self.ledger)
+        self.engine.instruments.append(self.ledger)
         losses = np.zeros(1)
-        for step in self.sampler.epoch(number):
-            begin = time.perf_counter()
-            exposed = self.strategy.polling_seconds + self.strategy.waiting_seconds
-            loss = self._step(step)
-            clock = self.clock
-            clock.steps += 1
-            clock.exposed += (
-                self.strategy.polling_seconds + self.strategy.waiting_seconds - exposed
-            )
-            clock.total += time.perf_counter() - begin
-            clock.samples += step.count
-            losses += loss
-            progress(step.count, loss / max(1, step.samples))
-        engine.instruments.remove(self.ledger)
+        with _quiet():
+            for step in self.replica.sampler.epoch(self.replica.epochs):
+                loss = self._timed(step)
+                losses += loss
+                progress(step.count, loss / max(1, step.samples))
+        self.engine.instruments.remove(self.ledger)
+        self.replica.epochs += 1
         self.comm.Allreduce("in place", losses)
-        return float(losses[0]) / self.sampler.samples
+        return float(losses[0]) / self.replica.sampler.samples
+
+    def _timed(self, step: Step) -> float:
+        clock, strategy = self.clock, self.strategy
+        begin = time.perf_counter()
+        exposed = strategy.polling_seconds + strategy.waiting_seconds
+        loss = self._step(step)
+        clock.exposed += strategy.polling_seconds + strategy.waiting_seconds - exposed
+        clock.total += time.perf_counter() - begin
+        clock.samples += step.count
+        clock.steps += 1
+        return loss
 
     def _step(self, step: Step) -> float:
         loss = 0.0
@@ -126,7 +128,7 @@ class Trainer:
                     begin = self._tell("start and poll", begin)
             loss += float(part)
         if not self.strategy.update():
-            self.clock.skipped.append(self.clock.steps)
+            self.clock.skipped.append(self.clock.steps + 1)
         self._tell("finish and update", begin)
         return loss
 
@@ -143,7 +145,8 @@ class Trainer:
         right = np.zeros(1, np.int64)
         for start in range(0, len(mine), 1024):
             x, labels = self.dataset.test_batch(mine[start : start + 1024], self.options.dtype)
-            right += self.model.correct(x, labels)
+            with _quiet():
+                right += self.model.correct(x, labels)
         self.comm.Allreduce("in place", right)
         return int(right[0]) / samples
 
@@ -198,7 +201,8 @@ class Trainer:
             "compute_ms": compute * 1e3,
             "comm_ms": exchange * 1e3,
             "exposed_ms": exposed * 1e3,
-            "hidden_percent": hidden_percent(exchange, compute, step),
+            "hidden_percent": hidden_percent(exchange, compute, step) if comm.size > 1 else None,
+            "more_ranks_than_cores": self.engine.yields,
             "bytes_sent_per_rank_per_step": sent,
             "bytes_formula": self.strategy.bytes_per_step(),
             "steps_skipped": clock.skipped,
@@ -216,13 +220,7 @@ def hidden_percent(communication: float, compute: float, both: float) -> float |
     return min(100.0, max(0.0, 100 * (communication + compute - both) / smaller))
 
 
-def _optimizer(count: int, options: argparse.Namespace) -> Optimizer:
-    if options.optimizer == "adam":
-        return Adam(count, options.dtype, lr=options.lr, weight_decay=options.weight_decay)
-    return SGD(
-        count,
-        options.dtype,
-        lr=options.lr,
-        momentum=options.momentum,
-        weight_decay=options.weight_decay,
-    )
+def _quiet() -> AbstractContextManager[None]:
+    """Numbers too large for the dtype are looked for in the gradient, and the step is said to be
+    skipped; a warning of NumPy's from every rank would tell nothing more."""
+    return np.errstate(over="ignore", invalid="ignore")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from mpiring.errors import ArgumentError
+from mpiring.errors import ArgumentError, DeviceError
+from mpiring.transport.launcher import launched
 
 
 def parser() -> argparse.ArgumentParser:
     p = _Parser(
         prog="mpirun -n RANKS python -m mpiring.train",
+        usage="%(prog)s [options]",
         description="Train a multilayer perceptron on all ranks, gradients exchanged over a ring "
         "while the backward pass is still running.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     data = p.add_argument_group("data and model")
     data.add_argument(
@@ -23,46 +26,71 @@ def parser() -> argparse.ArgumentParser:
         ".npz with x_train, y_train, x_test, y_test",
     )  # fmt: skip
     data.add_argument(
-        "--hidden", type=_sizes, default=(512, 512), metavar="N,N,...", help="hidden layer sizes"
-    )
+        "--hidden", type=_sizes, default="512,512", metavar="N,N,...",
+        help="hidden layer sizes, or none",
+    )  # fmt: skip
     data.add_argument("--dtype", choices=("float16", "float32", "float64"), default="float32")
-    data.add_argument("--seed", type=_from(0), default=0, help="of weights and shuffling")
+    data.add_argument(
+        "--seed", type=_whole_number(0), default=0, metavar="N", help="of weights and shuffling"
+    )
 
     learning = p.add_argument_group("learning")
-    learning.add_argument("--epochs", type=_from(1), default=10)
     learning.add_argument(
-        "--batch-size", type=_from(1), default=64, help="samples per step over all ranks together"
-    )
+        "--epochs", type=_whole_number(1), default=10, metavar="N",
+        help="in all, those before a resume included",
+    )  # fmt: skip
+    learning.add_argument(
+        "--batch-size", type=_whole_number(1), default=64, metavar="N",
+        help="samples per step over all ranks together; an epoch's last step takes what is left",
+    )  # fmt: skip
     learning.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     learning.add_argument(
-        "--lr", type=_number(0), default=None,
+        "--lr", type=_number(0), metavar="X",
         help="learning rate, for the mean over the global batch; never rescaled with the number "
         "of ranks (default: 0.05 for sgd, 0.001 for adam)",
     )  # fmt: skip
-    learning.add_argument("--momentum", type=_number(0, 1), default=0.9, help="sgd only")
-    learning.add_argument("--weight-decay", type=_number(0), default=0.0)
+    learning.add_argument(
+        "--momentum", type=_number(0, 1), default=0.9, metavar="X", help="sgd only"
+    )
+    learning.add_argument(
+        "--weight-decay", type=_number(0), default=0.0, metavar="X", help="an L2 penalty"
+    )
 
     exchange = p.add_argument_group("gradient exchange")
     exchange.add_argument(
-        "--accumulate", type=_from(1), default=1, metavar="K",
-        help="cut each rank's part of a batch into K micro-batches, exchange after the last",
+        "--accumulate", type=_whole_number(1), default=1, metavar="K",
+        help="cut each rank's part of a batch into K micro-batches (fewer where it has fewer "
+        "samples) and exchange once, after the last; nothing is carried over to the next step",
     )  # fmt: skip
-    exchange.add_argument("--bucket-mb", type=_number(0), default=25.0, help="MiB per bucket")
-    exchange.add_argument("--first-bucket-mb", type=_number(0), default=1.0)
+    exchange.add_argument(
+        "--bucket-mb", type=_number(0), default=25.0, metavar="MIB",
+        help="gradients that travel together; at least one does",
+    )  # fmt: skip
+    exchange.add_argument(
+        "--first-bucket-mb", type=_number(0), default=1.0, metavar="MIB",
+        help="the same for the first bucket of a step, so that the exchange begins early",
+    )  # fmt: skip
     exchange.add_argument(
         "--overlap", action=argparse.BooleanOptionalAction, default=True,
-        help="exchange behind backward; --no-overlap exchanges after it (the naive mode)",
+        help="exchange behind backward, or after it (the naive mode)",
     )  # fmt: skip
     exchange.add_argument(
         "--progress", choices=("poll", "thread"), default="poll",
         help="what moves messages: polls between layers, or a thread too",
     )  # fmt: skip
 
-    machine = p.add_argument_group("machine and output")
+    machine = p.add_argument_group("machine and files")
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     machine.add_argument("--json", metavar="FILE", help="write the results as JSON")
     machine.add_argument(
-        "--trace", metavar="FILE", help="write a timeline of all ranks for Perfetto"
+        "--trace", metavar="FILE", help="write a timeline of all ranks for ui.perfetto.dev"
+    )
+    machine.add_argument(
+        "--save", metavar="FILE",
+        help="write weights and optimizer after each epoch (.npz), whole or not at all",
+    )  # fmt: skip
+    machine.add_argument(
+        "--resume", metavar="FILE", help="go on from what --save wrote; only rank 0 reads it"
     )
     return p
 
@@ -75,36 +103,92 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def check_writable(name: str, path: str | None) -> None:
+    """ArgumentError unless a file can be written there."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    wrong = None
+    if os.path.isdir(path) or not path:
+        wrong = "it is a folder" if path else "it is empty"
+    elif not os.path.isdir(folder):
+        wrong = f"there is no folder {folder}"
+    elif not os.access(folder, os.W_OK):
+        wrong = f"{folder} cannot be written to"
+    if wrong:
+        raise ArgumentError(f"--{name}: {path!r} given, but {wrong}; allowed is a file to write")
+
+
+def check_cuda() -> None:
+    """DeviceError: why there is no training on a GPU."""
+    try:
+        from mpiring.device.cuda import gpu_for
+    except ImportError as error:
+        raise DeviceError(
+            f"--device: cuda given, but CuPy is not installed ({error}): "
+            "pip install 'mpiring[cuda12]'; allowed are auto and cpu"
+        ) from None
+    gpu_for(0)
+    raise DeviceError("--device: cuda given; the network is computed by NumPy: use auto or cpu")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise ArgumentError(message)
 
+    def print_help(self, file: Any = None) -> None:
+        launch = launched()
+        if launch is None or launch.rank == 0:  # once, not from every rank
+            super().print_help(file)
 
-def _from(low: int) -> Any:
-    def whole_number(text: str) -> int:
-        value = int(text)
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells defaults where there are any to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or not action.option_strings:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _whole_number(low: int) -> Any:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
         if value < low:
-            raise argparse.ArgumentTypeError(f"{value} given; allowed are numbers from {low}")
+            raise _wrong(text, f"whole numbers from {low}")
         return value
 
-    return whole_number
+    return read
 
 
 def _number(low: float, below: float = float("inf")) -> Any:
-    def number(text: str) -> float:
-        value = float(text)
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
         if not low <= value < below:
-            bound = f" below {below:g}" if below < float("inf") else ", finite"
-            raise argparse.ArgumentTypeError(
-                f"{text} given; allowed are numbers from {low:g}{bound}"
-            )
+            bound = f", below {below:g}" if below < float("inf") else ""
+            raise _wrong(text, f"finite numbers from {low:g}{bound}")
         return value
 
-    return number
+    return read
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(",") if part.strip())
-    if any(size < 1 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text} given; allowed are sizes from 1")
+    if text == "none":
+        return ()
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
+        raise _wrong(text, "whole numbers from 1 with commas between them, or none")
     return sizes
+
+
+def _wrong(text: str, allowed: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{text!r} given; allowed are {allowed}")

@@ -1,20 +1,32 @@
-"""What rank 0 shows: progress while it lasts, a table at the end, JSON for programs."""
+"""What rank 0 shows: progress while it lasts, a table at the end, files for programs."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpiring.transport.launcher import launched
+
+if TYPE_CHECKING:
+    from mpiring.train.loop import Trainer
 
 
 class Progress(Protocol):
     """Told of every step and epoch."""
 
-    def step(self, samples: int, loss: float) -> None: ...
-    def epoch(self, number: int, loss: float) -> None: ...
+    def step(self, samples: int, loss: float) -> None:
+        """A step over ``samples`` samples is over; ``loss`` is its mean, over this rank's part."""
+        ...
+
+    def epoch(self, done: int, loss: float, skipped: int) -> None:
+        """``done`` epochs are over; the mean loss of the last one, and its skipped steps."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -22,7 +34,7 @@ class Silent:
     """Every rank but 0."""
 
     def step(self, samples: int, loss: float) -> None: ...
-    def epoch(self, number: int, loss: float) -> None: ...
+    def epoch(self, done: int, loss: float, skipped: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -36,90 +48,136 @@ class Lines:
     def step(self, samples: int, loss: float) -> None:
         self._samples += samples
 
-    def epoch(self, number: int, loss: float) -> None:
-        seconds = time.perf_counter() - self._since
+    def epoch(self, done: int, loss: float, skipped: int) -> None:
+        rate = self._samples / (time.perf_counter() - self._since)
         say(
-            f"epoch {number + 1:>{len(str(self._epochs))}}/{self._epochs}   loss {loss:<9.4g} "
-            f"{self._samples / seconds:>9,.0f} samples/s"
+            f"epoch {done:>{len(str(self._epochs))}}/{self._epochs}   loss {loss:<9.4g} "
+            f"{rate:>9,.0f} samples/s"
         )
+        if skipped:
+            say(_skipped(done, skipped))
         self._samples, self._since = 0, time.perf_counter()
 
     def close(self) -> None: ...
 
 
 class Bar:
-    """A progress bar with loss and samples/s, by rich."""
+    """A progress bar with loss and samples/s, by rich.
 
-    def __init__(self, epochs: int, samples: int) -> None:
+    The loss shown moves slowly: a step's own, over one rank's few samples, jumps.
+    """
+
+    def __init__(self, epochs: int, done: int, samples: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-        self._epochs, self._samples = epochs, samples
+        class Plain(Console):
+            # A job that is killed could not bring back a cursor that was hidden.
+            def show_cursor(self, show: bool = True) -> bool:
+                return False
+
+        self._epochs = epochs
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:<9.4g} {task.fields[rate]:>9,.0f} samples/s"),
-            TimeElapsedColumn(),
-            console=Console(file=sys.stdout),
+            TaskProgressColumn(),
+            TextColumn("loss {task.fields[loss]:<8.3g} {task.fields[rate]:>7,.0f} samples/s"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=Plain(file=sys.stdout),
         )
-        self._done, self._since = 0, time.perf_counter()
+        self._seen, self._since = 0, time.perf_counter()
+        self._before = done * samples
+        self._loss = float("nan")
         self._task = self._progress.add_task(
-            self._title(0), total=epochs * samples, loss=float("nan"), rate=0.0
+            self._title(done), total=epochs * samples, loss=self._loss, rate=0.0
         )
         self._progress.start()
 
-    def _title(self, number: int) -> str:
-        return f"epoch {min(number + 1, self._epochs)}/{self._epochs}"
+    def _title(self, done: int) -> str:
+        return f"epoch {min(done + 1, self._epochs)}/{self._epochs}"
 
     def step(self, samples: int, loss: float) -> None:
-        self._done += samples
-        rate = self._done / (time.perf_counter() - self._since)
-        self._progress.update(self._task, completed=self._done, loss=loss, rate=rate)
+        self._seen += samples
+        rate = self._seen / (time.perf_counter() - self._since)
+        self._loss = loss if math.isnan(self._loss) else 0.95 * self._loss + 0.05 * loss
+        self._progress.update(
+            self._task, completed=self._before + self._seen, loss=self._loss, rate=rate
+        )
 
-    def epoch(self, number: int, loss: float) -> None:
-        self._progress.update(self._task, description=self._title(number + 1), loss=loss)
+    def epoch(self, done: int, loss: float, skipped: int) -> None:
+        if skipped:
+            self._progress.console.print(_skipped(done, skipped))
+        self._loss = loss
+        self._progress.update(self._task, description=self._title(done), loss=loss)
 
     def close(self) -> None:
         self._progress.stop()
 
 
-def progress(rank: int, epochs: int, samples: int) -> Progress:
+def _skipped(epoch: int, steps: int) -> str:
+    return (
+        f"epoch {epoch}: {steps} step{'s' * (steps > 1)} skipped on every rank, "
+        "inf or nan in the gradient"
+    )
+
+
+def progress(rank: int, epochs: int, done: int, samples: int) -> Progress:
     """What fits the place where rank 0's output ends up.
 
-    Under a launcher that is a pipe, so ``TTY_COMPATIBLE=1`` (rich's own variable)
-    tells that a terminal is at its end.
+    Under some launchers that is a pipe though a terminal is at its end, under others a
+    terminal though a file is: ``TTY_COMPATIBLE`` (rich's own variable) tells, if set.
     """
     if rank:
         return Silent()
-    terminal = sys.stdout.isatty() or os.environ.get("TTY_COMPATIBLE") == "1"
+    told = os.environ.get("TTY_COMPATIBLE")
+    terminal = told == "1" if told else sys.stdout.isatty() and not launched()
     if terminal and os.environ.get("TERM") != "dumb":
         try:
-            return Bar(epochs, samples)
+            return Bar(epochs, done, samples)
         except ImportError:
             pass
     return Lines(epochs)
 
 
-def say(text: str = "") -> None:
-    """One whole line, at once: ranks' lines never mix."""
+def say(text: str) -> None:
+    """Whole lines, at once: ranks' lines never mix."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def headline(trainer: Trainer, library: str) -> str:
+    """What is trained, on what, and how: before it begins."""
+    options, parameters, size = trainer.options, trainer.model.parameters, trainer.comm.size
+    sizes = "-".join(map(str, trainer.model.sizes))
+    lines = [
+        f"{trainer.dataset.name}: {len(trainer.dataset.y_train):,} samples, MLP {sizes} "
+        f"({parameters.size:,} parameters, {options.dtype})",
+        f"{size} rank{'s' * (size > 1)}, {library}, gradients exchanged "
+        f"{'behind' if options.overlap else 'after'} backward",
+        f"{options.optimizer}, lr {options.lr:g}; gradients are means over the "
+        f"{options.batch_size} samples of all ranks together",
+    ]
+    if options.resume:
+        lines.append(f"{trainer.replica.epochs} epochs done: {options.resume}")
+    return "\n".join(lines) + "\n"
 
 
 def table(results: dict[str, Any]) -> str:
     """The results for a person: aligned, with units, formulas named."""
     r = results
-    n = r["ranks"]
-    hidden = r["hidden_percent"]
-    skipped = r["steps_skipped"]
+    n, skipped, hidden = r["ranks"], r["steps_skipped"], r["hidden_percent"]
     rows = [
         ("test accuracy", f"{100 * r['test_accuracy']:.2f} %"),
-        ("final loss", f"{r['final_loss']:.4g}"),
+        ("final loss", f"{r['final_loss']:.4g}", "mean over the last epoch"),
         ("samples per second", f"{r['samples_per_second']:,.0f}"),
         None,
-        ("step", f"{r['step_ms']:.2f} ms", "compute + exposed communication"),
+        ("step", f"{r['step_ms']:.2f} ms", f"mean over {r['steps']:,} steps and all ranks"),
         ("  compute", f"{r['compute_ms']:.2f} ms"),
         ("  exposed communication", f"{r['exposed_ms']:.2f} ms", "starting, polling, waiting"),
         ("communication alone", f"{r['comm_ms']:.2f} ms", "the same exchange, nothing computed"),
@@ -131,7 +189,7 @@ def table(results: dict[str, Any]) -> str:
         None,
         ("sent per rank and step", size(r["bytes_sent_per_rank_per_step"]), "measured"),
         ("  formula", size(r["bytes_formula"]), f"2(n-1)/n S, n = {n}"),
-        ("replicas identical", "yes" if r["replicas_identical"] else "NO"),
+        ("replicas identical", "yes" if r["replicas_identical"] else "NO", "bit for bit"),
     ]
     if skipped:
         told = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
@@ -144,7 +202,13 @@ def table(results: dict[str, Any]) -> str:
         else ""
         for row in rows
     ]
-    return "\n".join(lines)
+    if r["more_ranks_than_cores"]:
+        lines += [
+            "",
+            "  Ranks outnumber cores: times include waiting for one, and what communication",
+        ]
+        lines += ["  hides behind is the computing of the ranks that it takes a core from."]
+    return "\n".join(["", *lines])
 
 
 def size(nbytes: float) -> str:
@@ -156,16 +220,26 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
-def write(path: str, text: str) -> None:
-    """Write a file whole or not at all."""
-    target = Path(path)
+def write(path: str, content: str | bytes) -> None:
+    """Write a file whole or not at all; add to what is no file (a pipe, ``/dev/stdout``)."""
+    octets = content.encode() if isinstance(content, str) else content
+    if path.startswith("/dev/") or (os.path.exists(path) and not os.path.isfile(path)):
+        with open(path, "ab") as file:
+            file.write(octets)
+        return
+    target = Path(path).resolve()  # where path is a link, what it leads to is replaced
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        beside.write_text(text)
+        beside.write_bytes(octets)
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
 
 
 def as_json(results: dict[str, Any]) -> str:
-    return json.dumps(results, indent=2) + "\n"
+    """Strict JSON, which knows no nan and no inf: null."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in results.items()
+    }
+    return json.dumps(finite, indent=2, allow_nan=False) + "\n"
