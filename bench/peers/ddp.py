@@ -179,7 +179,8 @@ def rows(
 def heading(first: Mapping[str, Any], steps: int, differences: tuple[float, float]) -> str:
     return (
         f"training step, MLP {'-'.join(map(str, SIZES))}, {SAMPLES} samples a rank, "
-        f"{first['ranks']} rank{'s' * (first['ranks'] > 1)}, float32, SGD with momentum, one thread a rank\n"
+        f"{first['ranks']} rank{'s' * (first['ranks'] > 1)}, float32, SGD with momentum, "
+        "one thread a rank\n"
         f"torch {first['torch']} over gloo; mpiring {mpiring.__version__} over {first['mpi']}; "
         f"NumPy {np.__version__}\n"
         f"time: median over blocks of {steps} steps, each that of its slowest rank, per step\n"
