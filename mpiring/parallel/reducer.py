@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import numpy as np
-
 from mpiring.communicator import SUM, Communicator
-from mpiring.errors import ArgumentError, MismatchError
+from mpiring.errors import ArgumentError
 from mpiring.parallel.buckets import BUCKET, FIRST_BUCKET, Bucket, describe, layout
+from mpiring.parallel.consensus import agree
 
 
 class HasGradient(Protocol):
@@ -60,7 +59,7 @@ class Reducer:
         self.buckets: list[Bucket] = layout(
             [parameter.gradient for parameter in parameters], bucket_bytes, first_bucket_bytes
         )
-        _agree(comm, describe(self.buckets))
+        agree(comm, "parameters: bucket layouts", describe(self.buckets))
         self._home = [bucket for bucket in self.buckets for _ in bucket.members]
         self._requests = [
             comm.Allreduce_init("in place", bucket.gradient, op) for bucket in self.buckets
@@ -128,19 +127,3 @@ class Reducer:
         while self._started < len(self.buckets) and not self._missing[self._started]:
             self._requests[self._started].Start()
             self._started += 1
-
-
-def _agree(comm: Communicator, text: str) -> None:
-    """Raise MismatchError on every rank unless ``text`` is the same on all."""
-    octets = np.frombuffer(text.encode(), np.uint8)
-    lengths = np.empty(comm.size, np.int64)
-    comm.Allgather(np.array([octets.size]), lengths)
-    everything = np.empty(lengths.sum(), np.uint8)
-    comm.Allgatherv(octets, [everything, tuple(lengths.tolist()), None])
-    ends = lengths.cumsum().tolist()
-    texts = [
-        everything[end - length : end].tobytes().decode() for end, length in zip(ends, lengths)
-    ]
-    if len(set(texts)) > 1:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise MismatchError(f"parameters: bucket layouts differ between ranks: {told}")
