@@ -19,6 +19,12 @@ from mpiring.transport import child, launcher, probe
 
 _WORKER = "mpiring.doctor.worker"
 
+_DESCRIPTION = """\
+What this machine's MPI and GPUs can do, on one page: what is installed, whether
+launcher and library fit, which ways there are for arrays to travel and how fast,
+and what mends each problem.
+"""
+
 _EPILOG = """\
 examples:
   python -m mpiring.doctor                  this installation
@@ -59,9 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mpiring.doctor",
-        description="What this machine's MPI and GPUs can do, on one page: what is installed, "
-        "whether launcher and library fit, which ways there are for arrays to travel and how "
-        "fast, and what mends each problem.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -83,9 +87,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: more than 0 seconds are needed")
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of seconds above 0 is needed")
     return value
 
 

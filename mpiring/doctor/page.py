@@ -118,7 +118,7 @@ def _software(facts: Facts) -> Iterator[Line]:
             yield _row("Threads", mpi.threads, f"{able}progress thread possible")
     else:
         yield _row("mpi4py", "missing" if missing else "installed", style="problem" * missing)
-        yield _row("MPI", "no library", style="problem")
+        yield _row("MPI", "unknown" if missing else "no library", style="problem" * (not missing))
     if not facts.cupy_packages:
         yield _row("CuPy", facts.cupy.version if facts.cupy else "not installed")
     for name in facts.cupy_packages:
@@ -249,8 +249,11 @@ def _verdict(facts: Facts, findings: list[Finding], width: int) -> Iterator[Line
 
 def _finding(finding: Finding, width: int) -> Iterator[Line]:
     style = finding.severity.value
-    yield [(f"  {finding.severity.value:<9}", style), (finding.title, "head")]
     margin = " " * 11
+    label = f"  {finding.severity.value:<9}"
+    for text in textwrap.wrap(finding.title, width - len(margin)):
+        yield [(label, style), (text, "head")]
+        label = margin
     for text in textwrap.wrap(finding.why, width - len(margin)):
         yield [(margin + text, "")]
     for command in finding.mend:

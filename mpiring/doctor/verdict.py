@@ -76,11 +76,12 @@ def _no_mpi(facts: Facts) -> Iterator[Finding]:
     if facts.trouble is None:
         return
     if facts.trouble.kind == "no mpi4py":
+        has_mpi = bool(facts.mpi_packages or facts.mpiexec_on_path)
         yield _problem(
             "mpi4py is missing",
-            "It is how Python calls MPI. The second package is an MPI library with its mpirun; "
-            "leave it out where the machine has one of its own.",
-            "pip install mpi4py mpich",
+            "It is how Python calls MPI."
+            + (" An MPI seems to be here already." if has_mpi else " mpich is an MPI library."),
+            "pip install mpi4py" if has_mpi else "pip install mpi4py mpich",
         )
     elif facts.trouble.kind == "no library":
         yield _problem(
@@ -371,7 +372,10 @@ def _direct(facts: Facts) -> Iterator[Finding]:
         mend = ["export I_MPI_OFFLOAD=1 I_MPI_OFFLOAD_MODE=cuda   # to make it so"]
     else:
         mend = []
-        why += " The direct path needs a library built for CUDA; MPI libraries from pip are not."
+        why += (
+            " The direct path needs a library built for CUDA; of those from pip only Intel MPI "
+            "(impi-rt) is."
+        )
     yield _note(f"{name} is not CUDA-aware", why, *mend)
 
 

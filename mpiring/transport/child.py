@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ MARK = "@mpiring "
 LIMIT = "MPIRING_CHILD_LIMIT"
 #: After how many seconds a wait is worth a word.
 PATIENCE = 1.5
+#: Seconds between asking a child to end and ending it.
+GRACE = 3.0
 
 # The lines that faulthandler prints.
 _TRACE = re.compile(r'Fatal Python error|Current thread 0x|Thread 0x|  File "|Extension modules:')
@@ -134,7 +137,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         child.terminate()  # a launcher takes its ranks along
         try:
-            child.wait(3)
+            child.wait(GRACE)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -167,8 +170,12 @@ def importable(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def begin() -> None:
-    """Called first by a child: faults are printed, and the limit is kept without the parent."""
+    """Called first by a child: faults are printed and leave no core file, and the limit is kept
+    without the parent.
+    """
     faulthandler.enable()
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
     limit = float(os.environ.get(LIMIT, "0"))
     if limit > 0 and hasattr(signal, "alarm"):
         signal.alarm(math.ceil(limit) + 1)  # the default action ends the process, in C code too
