@@ -83,7 +83,8 @@ def staged(schedule: Schedule, segment: int) -> Schedule:
             message_free = at + 1
         ledger.occupy(ops, at)
         rounds[at] += ops
-    return replace(schedule, rounds=tuple(tuple(rounds[at]) for at in range(len(rounds))))
+    in_order = (tuple(rounds[at]) for at in range(len(rounds)))
+    return Schedule.of(schedule.rank, schedule.size, schedule.count, in_order)
 
 
 def _steps(schedule: Schedule, segment: int) -> Iterator[Round]:
