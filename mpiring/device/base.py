@@ -33,8 +33,15 @@ class Device(Protocol):
     host has observed the end.
     """
 
-    kind: str
-    xp: ModuleType
+    @property
+    def kind(self) -> str:
+        """Of memory: host, cuda..."""
+        ...
+
+    @property
+    def xp(self) -> ModuleType:
+        """numpy, or a module that follows it."""
+        ...
 
     def empty(self, count: int, dtype: Any) -> Array:
         """``count`` uninitialised elements that this library may hand to MPI."""

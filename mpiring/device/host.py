@@ -81,16 +81,14 @@ def _reducer(src: np.ndarray, dst: np.ndarray, op: Reduction) -> Callable[[], An
     if op.name in ("maxloc", "minloc"):
         return partial(_locate, src, dst, np.greater if op.name == "maxloc" else np.less)
     ufunc = _UFUNCS[op.name]
-    # Two dtypes in, the same one out: NumPy would promote booleans and small integers else.
-    return (
-        partial(ufunc, src, dst, dst, casting="unsafe")
-        if op.name[0] == "l"
-        else partial(ufunc, src, dst, dst)
-    )
+    # Logical ops make booleans of numbers; the result is to be zeros and ones of their dtype.
+    casting = {"casting": "unsafe"} if op.name in ("land", "lor", "lxor") else {}
+    return partial(ufunc, src, dst, out=dst, **casting)
 
 
 def _locate(src: np.ndarray, dst: np.ndarray, better: np.ufunc) -> None:
     """MPI's MAXLOC and MINLOC on (value, index) pairs: of equal values, the lower index."""
+    assert dst.dtype.names is not None
     value, index = dst.dtype.names
     take = better(src[value], dst[value]) | ((src[value] == dst[value]) & (src[index] < dst[index]))
     dst[take] = src[take]
