@@ -13,10 +13,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "Communicator": "mpiring.communicator",
     "MEAN": "mpiring.communicator",
+    "ParameterServer": "mpiring.parallel.parameter_server",
     "Request": "mpiring.engine.request",
 }
 
-__all__ = ["Communicator", "MEAN", "Request", "poll"]
+__all__ = ["Communicator", "MEAN", "ParameterServer", "Request", "poll"]
 
 
 def poll() -> bool:

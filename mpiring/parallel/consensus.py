@@ -28,9 +28,7 @@ def everyone(comm: Communicator, text: str) -> list[str]:
     everything = np.empty(int(lengths.sum()), np.uint8)
     comm.Allgatherv(octets, [everything, lengths.tolist()])
     ends = lengths.cumsum().tolist()
-    return [
-        everything[end - length : end].tobytes().decode() for end, length in zip(ends, lengths)
-    ]
+    return [everything[end - length : end].tobytes().decode() for end, length in zip(ends, lengths)]
 
 
 def agree(comm: Communicator, what: str, text: str) -> None:

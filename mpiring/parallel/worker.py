@@ -30,6 +30,11 @@ class WorkerState:
         self._pushes = [0] * len(self.shards)
 
     @property
+    def pushes(self) -> int:
+        """Pushes of a key so far, to all servers together."""
+        return sum(self._pushes)
+
+    @property
     def ready(self) -> bool:
         """Whether it stands between two steps, with all parameters here."""
         return not self.owed and not self._pushed and not self.left

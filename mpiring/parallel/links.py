@@ -1,0 +1,185 @@
+"""Messages of a parameter server on their way: bound once, counted, to oneself without MPI.
+
+A rank that is worker and server at once talks to itself too. Such a message is one copy,
+made when both its ends have been started; to whoever starts and asks them, its tasks look
+like those of the transport. Only what goes over a link is counted.
+
+``Outbox`` holds what is being sent: from the start of a send to its end the array belongs
+to MPI, and stays alive from here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpiring.device.base import Array, Device
+from mpiring.device.host import HostDevice
+from mpiring.task import Task
+from mpiring.trace import Instrument
+from mpiring.transport.base import Receive, Transport
+
+_HOST = HostDevice()
+
+
+def device_of(array: Array) -> Device:
+    """Where ``array`` lives."""
+    if not hasattr(array, "__cuda_array_interface__"):
+        return _HOST
+    from mpiring.device import cuda
+
+    return cuda.device_of(array)
+
+
+class Links:
+    """Tasks for messages to and from the ranks of ``transport``, this one included."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank = transport.rank
+        self._transport = transport
+        self._meetings: dict[int, _Meeting] = {}
+
+    def send(self, view: Array, peer: int, slot: int, *, persistent: bool = True) -> Task:
+        if peer == self.rank:
+            return _End(self._meeting(slot), "source", view)
+        return self._transport.send(view, peer, slot, persistent=persistent)
+
+    def receive(self, view: Array, peer: int, slot: int) -> Receive:
+        if peer == self.rank:
+            return _End(self._meeting(slot), "target", view)
+        return self._transport.recv(view, peer, slot, persistent=True)
+
+    def _meeting(self, slot: int) -> _Meeting:
+        return self._meetings.setdefault(slot, _Meeting())
+
+
+class _Meeting:
+    """Where the two ends of a message to oneself meet; several messages, one after the other."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, _End] = {}
+        self._bound: tuple[_End, _End] | None = None
+        self._copy: Task | None = None
+
+    def enter(self, end: _End) -> None:
+        self.ends[end.role] = end
+        if len(self.ends) < 2:
+            return
+        ends = self.ends["source"], self.ends["target"]
+        if ends != self._bound or self._copy is None:
+            self._bound = ends
+            self._copy = device_of(ends[1].view).copy(ends[0].view, ends[1].view)
+        self._copy.start()
+        self.advance()
+
+    def advance(self) -> None:
+        if len(self.ends) < 2 or self._copy is None or not self._copy.done():
+            return
+        # Free for the next message, which one side may start before the other has asked.
+        for end in self.ends.values():
+            end.over = True
+        self.ends.clear()
+
+
+class _End:
+    """One end of a message to oneself."""
+
+    immediate = False
+
+    def __init__(self, meeting: _Meeting, role: str, view: Array) -> None:
+        self.role, self.view = role, view
+        self.over = True
+        self._meeting = meeting
+
+    def start(self) -> None:
+        self.over = False
+        self._meeting.enter(self)
+
+    def done(self) -> bool:
+        if not self.over:
+            self._meeting.advance()
+        return self.over
+
+    def cancel(self) -> None:
+        if not self.over:
+            del self._meeting.ends[self.role]
+            self.over = True
+
+
+class Parcel:
+    """A message that is sent once or many times; a completion of its latest sending.
+
+    ``kind`` is what its bytes are counted as; nothing is counted if empty.
+    """
+
+    __slots__ = ("kind", "label", "nbytes", "task", "under_way")
+
+    def __init__(self, task: Task, kind: str = "", nbytes: int = 0, label: str = "") -> None:
+        self.task, self.kind, self.nbytes, self.label = task, kind, nbytes, label
+        self.under_way = False
+
+    def done(self) -> bool:
+        return not self.under_way
+
+
+class Outbox:
+    """Parcels under way, and how many bytes of each kind have been sent."""
+
+    def __init__(self, instruments: Sequence[Instrument]) -> None:
+        self.sent: Counter[str] = Counter()
+        self._instruments = instruments
+        self._under_way: list[Parcel] = []
+
+    @property
+    def empty(self) -> bool:
+        return not self._under_way
+
+    def start(self, parcel: Parcel) -> None:
+        parcel.under_way = True
+        self._under_way.append(parcel)
+        if parcel.kind:
+            self.sent[parcel.kind] += parcel.nbytes
+            for instrument in self._instruments:
+                instrument.started(parcel.label, id(parcel))
+        parcel.task.start()
+
+    def advance(self) -> bool:
+        """Whether a parcel has gone."""
+        still = []
+        for parcel in self._under_way:
+            if not parcel.task.done():
+                still.append(parcel)
+                continue
+            parcel.under_way = False
+            for instrument in self._instruments if parcel.kind else ():
+                instrument.ended(parcel.label, id(parcel), parcel.nbytes)
+        moved = len(still) < len(self._under_way)
+        self._under_way = still
+        return moved
+
+
+class Gated:
+    """Calls that wait for completions, in the order in which they were given.
+
+    What the caller's streams still do to an array has to be seen to be over before the
+    array is handed to MPI.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, Callable[[], None]]] = []
+
+    @property
+    def empty(self) -> bool:
+        return not self._waiting
+
+    def add(self, gate: Any, call: Callable[[], None]) -> None:
+        self._waiting.append((gate, call))
+        self.advance()
+
+    def advance(self) -> bool:
+        moved = False
+        while self._waiting and self._waiting[0][0].done():
+            self._waiting.pop(0)[1]()
+            moved = True
+        return moved

@@ -1,0 +1,296 @@
+"""A server at work: the arrays and messages around the books that ``ServerState`` keeps.
+
+Whatever comes goes into the books; what these command is done to one key after the other,
+in a *lane* for each, so that a key which waits for a device or a message holds up no other.
+
+Buffers are made once: the parameters, one for each worker's push of each key, and, except in
+sync, one for each worker's answer. There a push of somebody else may be applied while the
+answer is still under way, so a copy is sent. The sum of a key is built in the push buffer of
+the first worker that is added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpiring.device.base import Array, Reduction
+from mpiring.parallel.links import Links, Outbox, Parcel, device_of
+from mpiring.parallel.protocol import (
+    Accumulate,
+    Apply,
+    Command,
+    Done,
+    Failed,
+    Message,
+    Pull,
+    Push,
+    Reply,
+)
+from mpiring.parallel.server import ServerState
+from mpiring.task import Completion
+from mpiring.transport.base import Receive
+
+_SUM = Reduction("sum")
+
+#: In the place of a key: all that is not a gradient.
+CONTROL = -1
+
+
+def push_slot(key: int) -> int:
+    """What a worker sends to a server: slot 0 for what is no gradient, odd ones for these."""
+    return 2 * key + 1 if key != CONTROL else 0
+
+
+def answer_slot(key: int) -> int:
+    """What a server sends to a worker."""
+    return 2 * key + 2
+
+
+def encode(message: Pull | Done | Failed) -> Array:
+    """A message without gradient, in two numbers."""
+    match message:
+        case Pull():
+            pair = 0, 0
+        case Done(_, final):
+            pair = 1, int(final)
+        case Failed(_, pushes):
+            pair = 2, pushes
+    return np.array(pair, np.int64)
+
+
+def decode(worker: int, pair: Array) -> Pull | Done | Failed:
+    """The inverse of ``encode``."""
+    kind, number = map(int, pair)
+    if kind == 0:
+        return Pull(worker)
+    return Done(worker, bool(number)) if kind == 1 else Failed(worker, number)
+
+
+class Optimizer(Protocol):
+    """What a server needs of an optimizer, which owns the elements of one key."""
+
+    def step(self, values: Array, gradients: Array) -> None:
+        """Update ``values`` in place by one-dimensional ``gradients`` of the same length."""
+        ...
+
+
+class _Lane:
+    """One key, and what is to be done to it, one thing after the other."""
+
+    def __init__(self, key: int, values: Array, optimizer: Optimizer) -> None:
+        self.key, self.values = key, values
+        self.device = device_of(values)
+        self.pushes: dict[int, Array] = {}
+        self.answers: dict[int, Parcel] = {}
+        self.copies: dict[int, Array] = {}
+        self._optimizer = optimizer
+        self._total = -1  # the worker in whose buffer the sum is built
+        self._adders: dict[tuple[int, int], Any] = {}
+        self._todo: deque[Callable[[], Completion | None]] = deque()
+        self._waits_for: Completion | None = None
+
+    def add(self, work: Callable[[], Completion | None]) -> None:
+        """``work`` begins something, and returns what is to be waited for."""
+        self._todo.append(work)
+
+    def advance(self) -> bool:
+        """Whether everything is done."""
+        while True:
+            if self._waits_for is not None:
+                if not self._waits_for.done():
+                    return False
+                self._waits_for = None
+            if not self._todo:
+                return True
+            self._waits_for = self._todo.popleft()()
+
+    def accumulate(self, worker: int, first: bool) -> Completion | None:
+        if first:
+            self._total = worker
+            return None
+        pair = self._total, worker
+        if pair not in self._adders:
+            total, push = self.pushes[self._total], self.pushes[worker]
+            self._adders[pair] = self.device.reduce(push, total, _SUM)
+        adder = self._adders[pair]
+        adder.start()
+        return adder
+
+    def settle(self) -> Completion:
+        """The answers have arrived, or there would be no new gradient: MPI has to know it too."""
+        return _All([parcel for parcel in self.answers.values() if parcel.under_way])
+
+    def apply(
+        self, worker: int | None, accept: Callable[[Array], bool], skipped: Callable[[], None]
+    ) -> Completion:
+        gradient = self.pushes[self._total if worker is None else worker]
+        if accept(gradient):
+            self._optimizer.step(self.values, gradient)
+        else:
+            skipped()
+        return self.device.record(self.values)
+
+    def copy(self, worker: int) -> Completion:
+        task = self.device.copy(self.values, self.copies[worker])
+        task.start()
+        return task
+
+
+class _All:
+    def __init__(self, parts: Sequence[Completion]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+
+class Service:
+    """Serves the keys of ``state``. ``advance`` moves it.
+
+    ``values`` holds for each key the parameters to begin with, which belong to the server from
+    now on. ``optimizer(count, dtype)`` makes the optimizer of a key; ``accept`` tells whether a
+    gradient may be used. An update whose gradient may not is skipped, and counted in ``skipped``
+    by its version.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        values: Mapping[int, Array],
+        links: Links,
+        outbox: Outbox,
+        optimizer: Callable[[int, Any], Optimizer],
+        accept: Callable[[Array], bool],
+    ) -> None:
+        self.state = state
+        self.skipped: Counter[int] = Counter()
+        self.received: Counter[str] = Counter()  # bytes that came over links
+        self._links, self._outbox, self._accept = links, outbox, accept
+        self._lanes = {
+            key: _Lane(key, array, optimizer(array.size, array.dtype))
+            for key, array in values.items()
+        }
+        self._busy: dict[int, _Lane] = {}
+        self._inbox: dict[int, deque[Message]] = {worker: deque() for worker in state.workers}
+        self._said = {worker: np.zeros(2, np.int64) for worker in state.workers}
+        self._receives: dict[tuple[int, int], Receive] = {}
+        self._expected: dict[tuple[int, int], Receive] = {}
+        self._came = dict.fromkeys(state.workers, 0)  # pushes of each worker
+        self._failing: dict[int, int] = {}  # pushes that a failing worker has sent
+        self._gone: set[int] = set()  # workers that send nothing more
+        for worker in state.workers:
+            receive = links.receive(self._said[worker], worker, push_slot(CONTROL))
+            self._receives[worker, CONTROL] = receive
+            self._expect(worker, CONTROL)
+            for lane in self._lanes.values():
+                self._bind(lane, worker)
+                self._expect(worker, lane.key)
+
+    def _bind(self, lane: _Lane, worker: int) -> None:
+        count, dtype = lane.values.size, lane.values.dtype
+        push = lane.pushes[worker] = lane.device.empty(count, dtype)
+        self._receives[worker, lane.key] = self._links.receive(push, worker, push_slot(lane.key))
+        source = lane.values
+        if self.state.mode != "sync":
+            source = lane.copies[worker] = lane.device.empty(count, dtype)
+        task = self._links.send(source, worker, answer_slot(lane.key))
+        lane.answers[worker] = self._parcel(task, worker, source, f"answer {lane.key}")
+
+    def _parcel(self, task: Any, worker: int, view: Array, label: str) -> Parcel:
+        if worker == self._links.rank:
+            return Parcel(task)
+        return Parcel(task, "pull", view.nbytes, f"{label} to rank {worker}")
+
+    @property
+    def finished(self) -> bool:
+        """Whether all workers have left, and all that was commanded is done."""
+        return self.state.finished and not self._busy
+
+    def advance(self) -> bool:
+        moved = self._collect()
+        while ready := [worker for worker, queue in self._inbox.items() if queue]:
+            worker = self.state.select(ready)
+            for command in self.state.handle(self._inbox[worker].popleft()):
+                self._carry_out(command)
+        for key, lane in tuple(self._busy.items()):
+            if lane.advance():
+                del self._busy[key]
+                moved = True
+        return moved
+
+    def _collect(self) -> bool:
+        """Put what has come into the inbox."""
+        over = [place for place, receive in self._expected.items() if receive.done()]
+        for worker, key in over:
+            del self._expected[worker, key]
+            if key == CONTROL:
+                self._hear(worker)
+            else:
+                self._came[worker] += 1
+                if worker != self._links.rank:
+                    self.received["push"] += self._lanes[key].pushes[worker].nbytes
+                self._inbox[worker].append(Push(worker, key))
+        for worker, pushes in tuple(self._failing.items()):
+            if self._came[worker] == pushes:
+                del self._failing[worker]
+                self._forget(worker)
+        return bool(over)
+
+    def _hear(self, worker: int) -> None:
+        message = decode(worker, self._said[worker])
+        self._inbox[worker].append(message)
+        match message:
+            case Pull():
+                self._expect(worker, CONTROL)
+            case Done():
+                self._forget(worker)
+                # What it is still sent is what the others leave behind.
+                for lane in self._lanes.values():
+                    if lane.answers[worker].kind:
+                        lane.answers[worker].kind = "final"
+            case Failed(_, pushes):
+                self._failing[worker] = pushes
+
+    def _expect(self, worker: int, key: int) -> None:
+        place = worker, key
+        if worker not in self._gone and place not in self._expected:
+            self._expected[place] = self._receives[place]
+            self._receives[place].start()
+
+    def _forget(self, worker: int) -> None:
+        """Nothing more will come from there."""
+        self._gone.add(worker)
+        for place in [place for place in self._expected if place[0] == worker]:
+            self._expected.pop(place).cancel()
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Accumulate(key, worker, first):
+                self._add(key, partial(self._lanes[key].accumulate, worker, first))
+            case Apply(key, worker, version):
+                lane = self._lanes[key]
+                if self.state.mode == "sync":
+                    self._add(key, lane.settle)
+                skipped = partial(self.skipped.update, [version])
+                self._add(key, partial(lane.apply, worker, self._accept, skipped))
+            case Reply(worker, key):
+                lane = self._lanes[key]
+                parcel = lane.answers[worker]
+                self._add(key, lambda: parcel)
+                if worker in lane.copies:
+                    self._add(key, partial(lane.copy, worker))
+                self._add(key, partial(self._answer, worker, key, parcel))
+
+    def _add(self, key: int, work: Callable[[], Completion | None]) -> None:
+        self._lanes[key].add(work)
+        self._busy[key] = self._lanes[key]
+
+    def _answer(self, worker: int, key: int, parcel: Parcel) -> None:
+        # The answer frees its worker to push again: first make room for that.
+        self._expect(worker, key)
+        self._outbox.start(parcel)
