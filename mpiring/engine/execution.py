@@ -78,9 +78,9 @@ class Execution:
             *([t for op in _ordered(ops) for t in binding.tasks(op)] for ops in schedule.rounds),
             list(after),
         ]
-        self._rounds = [_calls(tasks) for tasks in rounds if tasks]
         # Whatever is in flight is kept alive from here, however the caller drops its arrays.
-        self._tasks = rounds
+        self._tasks = [tasks for tasks in rounds if tasks]
+        self._rounds = [_calls(tasks) for tasks in self._tasks]
         self.binding = binding
         self.schedule = schedule
         self.label = label
@@ -118,6 +118,15 @@ class Execution:
                 start()
             self._pending = pending = list(dones)
 
+    def cancel(self) -> None:
+        """Take back the receives that are open, so that nothing is written any more."""
+        if self._next:
+            waits = _waits(self._tasks[self._next - 1])
+            for task in waits[: len(self._pending)]:
+                cancel = getattr(task, "cancel", None)
+                if cancel is not None:
+                    cancel()
+
     def tell(self) -> str:
         """Where it stands, for somebody who wonders why it does not end."""
         total = len(self._rounds)
@@ -132,6 +141,9 @@ def _ordered(ops: Round) -> list[Op]:
 
 
 def _calls(tasks: Sequence[Task]) -> tuple[tuple[Call, ...], tuple[Callable[[], bool], ...]]:
+    return tuple(task.start for task in tasks), tuple(task.done for task in _waits(tasks))
+
+
+def _waits(tasks: Sequence[Task]) -> list[Task]:
     # Reversed, as ``advance`` asks from the end: what was started first is asked first.
-    waits = [task.done for task in reversed(tasks) if not task.immediate]
-    return tuple(task.start for task in tasks), tuple(waits)
+    return [task for task in reversed(tasks) if not task.immediate]

@@ -15,9 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from mpiring.engine.execution import Execution
+from mpiring.errors import StallError
 from mpiring.task import Completion
 from mpiring.trace import Instrument
 
@@ -55,6 +57,8 @@ class ProgressEngine:
         self._kept: list[object] = []
         self._thread: threading.Thread | None = None
         self._watchers: list[Callable[[float], None]] = []
+        self._fruitless = 0  # polls in a row that moved nothing, though something is under way
+        self._since = 0.0  # when their number was _PATIENCE
 
     @property
     def active(self) -> int:
@@ -91,7 +95,22 @@ class ProgressEngine:
                 moved |= self._advance(execution)
             for actor in tuple(self._actors):
                 moved |= actor.advance()
+            if moved or not (self._active or self._actors):
+                self._fruitless = 0
+            else:
+                self._fruitless += 1
+                if self._fruitless % _PATIENCE == 0:
+                    self._look()
             return moved
+
+    def _look(self) -> None:
+        """Tell the watchers for how long nothing has moved."""
+        now = time.monotonic()
+        if self._fruitless == _PATIENCE:
+            self._since = now
+        else:
+            for watcher in tuple(self._watchers):
+                watcher(now - self._since)
 
     def attach(self, actor: Actor) -> None:
         """Poll ``actor`` too; what its ``advance`` raises is raised by whoever polls."""
@@ -103,9 +122,8 @@ class ProgressEngine:
             self._actors.remove(actor)
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Poll until ``until()`` holds. Watchers are told when nothing moves for long."""
+        """Poll until ``until()`` holds."""
         fruitless = 0
-        since = 0.0
         while not until():
             if self.poll():
                 fruitless = 0
@@ -115,25 +133,24 @@ class ProgressEngine:
                 self._idle()
             elif self.yields or fruitless > _PATIENCE:
                 os.sched_yield()
-            if fruitless == _PATIENCE:
-                since = time.monotonic()
-            elif fruitless % _PATIENCE == 0:
-                for watcher in self._watchers:
-                    watcher(time.monotonic() - since)
 
     def watch(self, watcher: Callable[[float], None]) -> None:
-        """Call ``watcher(seconds without movement)`` now and then from waits that stand still."""
+        """Call ``watcher(seconds without movement)`` now and then while nothing moves.
+
+        What it raises is raised by whoever polls.
+        """
         self._watchers.append(watcher)
 
     def unwatch(self, watcher: Callable[[float], None]) -> None:
         self._watchers.remove(watcher)
 
     def fail(self, execution: Execution, error: BaseException) -> None:
-        """End an execution with an error; what it posted to MPI stays alive for good."""
+        """End an execution with an error; what it posted to MPI is taken back or kept alive."""
         with self._lock:
             execution.error = error
             execution.finished = True
             if self._active.pop(execution, execution) is None:
+                execution.cancel()
                 self.keep(execution)
 
     def keep(self, thing: object) -> None:
@@ -141,16 +158,26 @@ class ProgressEngine:
         self._kept.append(thing)
 
     def start_thread(self) -> None:
-        """Poll from a thread of its own, from now to the end of the process."""
+        """Poll from a thread of its own, from now to ``stop_thread``."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mpiring", daemon=True)
             self._thread.start()
 
+    def stop_thread(self) -> None:
+        """End that thread, if there is one: none may be inside MPI when MPI is finalised."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
     def _run(self) -> None:
-        while True:
+        while self._thread is not None:
             # Polling is a short piece of Python: without a pause between two, the
             # thread would take the interpreter lock from the caller's computing.
-            time.sleep(0 if self._active and self.poll() else 50e-6)
+            moved = False
+            if self._active:
+                with suppress(StallError):  # for whoever waits, in a thread of the caller's
+                    moved = self.poll()
+            time.sleep(0 if moved else 50e-6)
 
     def _advance(self, execution: Execution) -> bool:
         try:

@@ -26,8 +26,9 @@ class Request:
         gates: Callable[[], Iterable[Completion]],
         *,
         persistent: bool = False,
-        on_end: Callable[[Request], None] | None = None,
+        on_end: Callable[[BaseException | None], BaseException | None] | None = None,
     ) -> None:
+        """``on_end`` is told the error met on the way, or None, and returns the one to raise."""
         self._engine = engine
         self._execution: Execution | None = execution
         self._gates = gates
@@ -128,10 +129,10 @@ class Request:
         return self._execution is None or self._execution.finished
 
     def _end(self, execution: Execution, forget: bool = False) -> None:
+        error, execution.error = execution.error, None
         if not self.persistent or forget:
             self._execution = None
             if self._on_end is not None:
-                self._on_end(self)
-        if execution.error is not None:
-            error, execution.error = execution.error, None
+                error = self._on_end(error)
+        if error is not None:
             raise error
