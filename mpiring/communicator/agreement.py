@@ -4,7 +4,7 @@ Every collective call of a communicator has a number, the same on every rank, an
 a *record*: method, count, dtype, op. Ranks that call something for the first
 time send their record to all others before any data moves, and go on when all
 records are in and equal. A rank whose own arguments are wrong sends its
-complaint as its record.
+complaint as its record; one that frees the communicator, or ends, says so.
 
 A call seen before is not compared: it costs nothing. If ranks differ there, some
 of them stand still, and a rank that stands still looks at the records that have
@@ -20,13 +20,14 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from mpiring.errors import ArgumentError, DtypeError, MismatchError, StallError
 
 #: Seconds without movement after which a rank tells the others what it is in.
 TELL_AFTER = 1.0
-#: Seconds for which a rank with wrong arguments waits to hear from the others.
+#: Seconds for which a rank that knows of a mistake waits to hear from the others.
 HEAR_WITHIN = 5.0
 _KEPT = 1024  # records of ended calls that can still be asked for
 _COMPLAINT = "!"
@@ -38,21 +39,33 @@ class Agreement:
     def __init__(self, control: Any) -> None:
         self._control = control
         self.rank, self.size = control.Get_rank(), control.Get_size()
-        self._mine: list[tuple[int, str]] = [(0, "")] * _KEPT  # by number, the latest ones
+        self._mine: dict[int, str] = {}
         self._theirs: defaultdict[int, dict[int, str]] = defaultdict(dict)
         self._told: dict[int, set[int]] = {}
-        self._latest = 0
         self._sending: list[Any] = []
+        self._last: int | None = None  # the call after which this rank makes none
+        self._oldest = 0  # records of calls before this one are forgotten
+        #: Ranks that make no call any more, and how they said it.
+        self.gone: dict[int, str] = {}
 
     def open(self, number: int, record: str) -> None:
         """Call ``number`` has begun here, with this record."""
-        self._mine[number % _KEPT] = (number, record)
-        self._latest = number
+        self._mine[number] = record
+        if number in self._theirs:
+            self._answer(number, list(self._theirs[number]))
 
-    def _record(self, number: int) -> str | None:
-        """What this rank called as ``number``, if that is neither to come nor long ago."""
-        kept, record = self._mine[number % _KEPT]
-        return record if kept == number else None
+    def close(self, number: int, how: str) -> None:
+        """This rank makes no call any more; ``how`` it ended is its last record."""
+        self._last = number
+        self.open(number, how)
+
+    def forget(self, before: int) -> None:
+        """Calls before this number have ended here; all but the last of them are forgotten."""
+        while self._oldest < before - _KEPT:
+            self._mine.pop(self._oldest, None)
+            self._theirs.pop(self._oldest, None)
+            self._told.pop(self._oldest, None)
+            self._oldest += 1
 
     def tell(self, number: int) -> None:
         """Send the record of call ``number`` to every rank that has not got it."""
@@ -63,29 +76,32 @@ class Agreement:
         told = self._told.setdefault(number, {self.rank})
         if peer not in told:
             told.add(peer)
-            message = (number, self._record(number))
+            message = (number, self._mine[number], number == self._last)
             self._sending.append(self._control.isend(message, peer))
 
     def listen(self) -> None:
         """Take in the records that have come; answer those that were not asked for."""
         self._sending = [request for request in self._sending if not request.test()[0]]
-        for old in [number for number in self._theirs if number <= self._latest - _KEPT]:
-            del self._theirs[old]
-            self._told.pop(old, None)
         while (message := self._control.improbe()) is not None:
             from mpi4py import MPI
 
             status = MPI.Status()
-            number, record = message.recv(status)
+            number, record, last = message.recv(status)
             peer = status.Get_source()
+            if last:
+                self.gone[peer] = record
+            if number < self._oldest:
+                continue
             self._theirs[number][peer] = record
-            mine = self._record(number)
-            if mine is None:
-                continue  # not called here yet: ``open`` will find it
-            if mine == record:
-                self._tell(number, peer)
-            else:
-                self.tell(number)
+            if number in self._mine:  # if not, ``open`` will find it
+                self._answer(number, [peer])
+
+    def _answer(self, number: int, peers: list[int]) -> None:
+        """Those whose records differ from this rank's concern all; others want this one's only."""
+        if self.doubtful(number):
+            self.tell(number)
+        for peer in peers:
+            self._tell(number, peer)
 
     def heard(self, number: int) -> bool:
         """Whether the records of all ranks are in."""
@@ -93,24 +109,27 @@ class Agreement:
 
     def doubtful(self, number: int) -> bool:
         """Whether some rank's record differs from this one's."""
-        return any(record != self._record(number) for record in self._theirs[number].values())
+        return any(record != self._mine[number] for record in self._theirs[number].values())
+
+    def records(self, number: int) -> dict[int, str]:
+        """The record of each rank that is known, in order of ranks."""
+        return dict(sorted({**self._theirs[number], self.rank: self._mine[number]}.items()))
 
     def verdict(self, number: int) -> Exception | None:
         """The error that the records of call ``number`` amount to, in words that are the
         same on every rank; None if they are equal.
         """
-        records = {**self._theirs[number], self.rank: self._record(number) or ""}
         ranks: defaultdict[str, list[int]] = defaultdict(list)
-        for rank in sorted(records):
-            ranks[records[rank]].append(rank)
+        for rank, record in self.records(number).items():
+            ranks[record].append(rank)
         complaints = [record for record in ranks if record.startswith(_COMPLAINT)]
         if complaints:
             kind, _, text = complaints[0][1:].partition(":")
-            where = _ranks(ranks[complaints[0]])
+            where = name_ranks(ranks[complaints[0]])
             return (DtypeError if kind == "DtypeError" else ArgumentError)(f"{where}: {text}")
         if len(ranks) == 1:
             return None
-        told = "; ".join(f"{_ranks(where)}: {record}" for record, where in ranks.items())
+        told = "; ".join(f"{name_ranks(where)}: {record}" for record, where in ranks.items())
         return MismatchError(f"ranks disagree about the same call: {told}")
 
     def silent(self, number: int) -> list[int]:
@@ -142,19 +161,18 @@ class Agreed:
 
 
 class Patience:
-    """What a rank does that stands still: tells, listens, warns, and gives up where it may.
+    """What a rank does that stands still: warns, and gives up where it may.
 
     ``MPIRING_STALL_SECONDS`` (30) is when it says on stderr what it waits for;
     ``MPIRING_TIMEOUT`` (unset: never) when the wait ends with StallError.
     """
 
     def __init__(self) -> None:
-        self.warn_after = float(os.environ.get("MPIRING_STALL_SECONDS", 30))
-        limit = os.environ.get("MPIRING_TIMEOUT")
-        self.limit = float(limit) if limit else None
-        self._warned = 0.0
+        self.warn_after = _seconds("MPIRING_STALL_SECONDS") or 30.0
+        self.limit = _seconds("MPIRING_TIMEOUT")
+        self._warned = float("-inf")
 
-    def check(self, seconds: float, tell: Any) -> None:
+    def check(self, seconds: float, tell: Callable[[], str]) -> None:
         """``tell()`` says in words what is waited for."""
         if self.limit is not None and seconds > self.limit:
             raise StallError(f"nothing moved for {seconds:.0f} s: {tell()}")
@@ -164,7 +182,20 @@ class Patience:
             print(f"mpiring: nothing moved for {seconds:.0f} s: {tell()}", file=sys.stderr)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _seconds(name: str) -> float | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ArgumentError(f"{name}: {text!r} given; allowed are seconds above 0")
+    return seconds
+
+
+def name_ranks(ranks: list[int]) -> str:
     """``rank 3``, or ``ranks 0, 2-7``."""
     runs: list[list[int]] = []
     for rank in ranks:

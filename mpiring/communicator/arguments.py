@@ -1,8 +1,8 @@
 """Buffer specifications, as mpi4py takes them, made into flat arrays.
 
-``array``, ``[array]``, ``[array, MPI.FLOAT]``, ``[array, count, MPI.FLOAT]``,
-``[array, (counts, displs), MPI.FLOAT]``; the array being NumPy's or anything
-with the buffer protocol, DLPack or ``__cuda_array_interface__``.
+``array``, ``[array, MPI.FLOAT]``, ``[array, count, MPI.FLOAT]``, and in vector
+collectives ``[array, (counts, displs), MPI.FLOAT]``; the array being NumPy's or
+anything with the buffer protocol, DLPack or ``__cuda_array_interface__``.
 
 An array that is not C-contiguous is packed into one that is, and unpacked at the
 end: elements are counted in C order of the *shape*, so that a transposed or
@@ -11,14 +11,18 @@ Fortran-ordered array on one rank meets the right elements of the others.
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mpiring.errors import ArgumentError, DtypeError
+from mpiring.schedule.chunks import Range, consecutive, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,6 @@ class Operand:
     name: str
     flat: Any
     strided: Any = None
-    counts: tuple[int, ...] | None = None
-    displs: tuple[int, ...] | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -61,38 +63,59 @@ def is_in_place(spec: Any) -> bool:
     )
 
 
-def operand(spec: Any, name: str, *, writable: bool) -> Operand:
-    """Understand one buffer specification. Raises ArgumentError or DtypeError naming it."""
-    array, counts, displs, datatype = _unfold(spec, name)
-    array = _as_array(array, name)
-    dtype = _numpy_dtype(datatype, name) if datatype is not None else array.dtype
-    _check_dtype(np.dtype(dtype), name)
-    if writable and not _writable(array):
-        raise ArgumentError(f"{name}: the array is read-only, and the result goes there")
-    contiguous = _contiguous(array)
-    if dtype != array.dtype and not contiguous:
-        raise ArgumentError(f"{name}: an array read as another datatype must be C-contiguous")
-    if contiguous:
-        flat, strided = array.reshape(-1), None
-        if dtype != array.dtype:
-            flat = _viewed(flat, dtype, name)
-    else:
-        if not isinstance(array, np.ndarray):
-            raise ArgumentError(
-                f"{name}: a device array must be C-contiguous (cupy.ascontiguousarray makes one)"
-            )
-        flat, strided = np.empty(array.size, array.dtype), array
-    if isinstance(counts, int | np.integer):
-        start = displs if isinstance(displs, int | np.integer) else 0
-        _check_count(start, counts, flat.size, name)
-        if strided is not None and (start, counts) != (0, flat.size):
-            raise ArgumentError(f"{name}: a count needs a C-contiguous array")
-        return Operand(name, flat[start : start + counts], strided)
+def operand(spec: Any, name: str, *, writable: bool, blocks: int = 1) -> Operand:
+    """Understand one buffer specification. Raises ArgumentError or DtypeError naming it.
+
+    A count that is given counts elements of one block, as in MPI; without one the
+    whole array is meant, of ``blocks`` blocks together.
+    """
+    array, count, displ, datatype = _unfold(spec, name, pairs=(tuple, list))
+    whole, unit = _whole(array, datatype, name, writable)
+    if count is None and displ is None:
+        return whole
+    start = 0 if displ is None else unit * _integer(displ, name)
+    stop = whole.count if count is None else start + unit * blocks * _integer(count, name)
+    if not 0 <= start <= stop <= whole.count:
+        at = f" from element {start}" if start else ""
+        raise ArgumentError(
+            f"{name}: {stop - start} elements{at} asked for, but the array has {whole.count}"
+        )
+    if whole.strided is None:
+        return Operand(name, whole.flat[start:stop])
+    if (start, stop) != (0, whole.count):
+        raise ArgumentError(f"{name}: a count needs a C-contiguous array")
+    return whole
+
+
+def vector_operand(
+    spec: Any, name: str, *, writable: bool, blocks: int
+) -> tuple[Operand, tuple[Range, ...]]:
+    """As ``operand``, for ``blocks`` blocks of different sizes; and where they lie.
+
+    As in mpi4py, one number for the counts means equal ones, one for the
+    displacements that many elements from block to block; without counts the
+    blocks differ by at most one element and follow each other.
+    """
+    array, counts, displs, datatype = _unfold(spec, name, pairs=(tuple,))
+    whole, unit = _whole(array, datatype, name, writable)
     if counts is None:
-        return Operand(name, flat, strided)
-    counts = tuple(int(c) for c in counts)
-    displs = None if displs is None else tuple(int(d) for d in displs)
-    return Operand(name, flat, strided, counts, displs)
+        if displs is not None:
+            raise ArgumentError(f"{name}: displacements given without counts")
+        return whole, split(0, whole.count, blocks)
+    sizes = [unit * size for size in integers(counts, blocks, name)]
+    if displs is None:
+        chunks = consecutive(sizes)
+    else:
+        starts = integers(displs, blocks, name, lambda i, stride: i * stride)
+        chunks = tuple((unit * start, unit * start + size) for start, size in zip(starts, sizes))
+    if min(sizes) < 0:
+        raise ArgumentError(f"{name}: counts {sizes} given; allowed are counts from 0")
+    filled = sorted(chunk for chunk in chunks if chunk[0] < chunk[1])
+    if filled and (filled[0][0] < 0 or max(stop for _, stop in filled) > whole.count):
+        raise ArgumentError(f"{name}: blocks {chunks} leave its {whole.count} elements")
+    if any(a[1] > b[0] for a, b in pairwise(filled)):
+        raise ArgumentError(f"{name}: blocks {chunks} overlap")
+    return whole, chunks
 
 
 def overlap(one: Operand, other: Operand) -> bool:
@@ -103,21 +126,47 @@ def overlap(one: Operand, other: Operand) -> bool:
     return max(a, c) < min(b, d)
 
 
-def _unfold(spec: Any, name: str) -> tuple[Any, Any, Any, Any]:
-    """(array, count or counts, displacement or displacements, datatype)."""
+def integers(
+    value: Any, number: int, name: str, spread: Callable[[int, int], int] = lambda i, it: it
+) -> list[int]:
+    """``number`` integers; one alone stands for ``spread(i, it)`` for each i."""
+    try:
+        listed = list(value)
+    except TypeError:
+        return [spread(i, _integer(value, name)) for i in range(number)]
+    if len(listed) != number:
+        raise ArgumentError(f"{name}: {len(listed)} integers given; {number} are needed")
+    return [_integer(each, name) for each in listed]
+
+
+def _unfold(spec: Any, name: str, *, pairs: tuple[type, ...]) -> tuple[Any, Any, Any, Any]:
+    """(array, count or counts, displacement or displacements, datatype).
+
+    What has one of the types ``pairs`` in the place of a count is the pair of
+    counts and displacements.
+    """
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
-    if not 1 <= len(spec) <= 4:
-        raise ArgumentError(f"{name}: a buffer specification has 1 to 4 parts, not {len(spec)}")
-    array, *rest = spec
-    datatype = rest.pop() if rest and _is_datatype(rest[-1]) else None
-    if len(rest) == 2:
-        counts, displs = rest
-    elif rest and isinstance(rest[0], tuple) and len(rest[0]) == 2:
-        counts, displs = rest[0]  # as in mpi4py: a pair is counts and displacements
-    else:
-        counts, displs = (rest[0] if rest else None), None
-    if isinstance(array, int | float | complex) or not _countable(counts):
+    array, counts, displs, datatype = None, None, None, None
+    if len(spec) == 1:
+        (array,) = spec
+    elif len(spec) == 2 and _is_datatype(spec[1]):
+        array, datatype = spec
+    elif len(spec) == 2:
+        array, counts = spec
+    elif len(spec) == 3:
+        array, counts, datatype = spec
+    elif len(spec) == 4:
+        array, counts, displs, datatype = spec
+    if len(spec) < 4 and isinstance(counts, pairs):
+        if len(counts) != 2:
+            raise ArgumentError(
+                f"{name}: {counts} given where (counts, displacements) are expected; "
+                "a list holds counts alone"
+            )
+        counts, displs = counts
+    known = datatype is None or _is_datatype(datatype)
+    if not 1 <= len(spec) <= 4 or not known or isinstance(array, int | float | complex):
         raise ArgumentError(
             f"{name}: {spec!r} is no buffer specification; allowed are array, [array, datatype], "
             "[array, count, datatype] and [array, (counts, displs), datatype]"
@@ -130,22 +179,46 @@ def _is_datatype(value: Any) -> bool:
     return isinstance(value, str) or (mpi is not None and isinstance(value, mpi.Datatype))
 
 
-def _countable(counts: Any) -> bool:
-    if counts is None or isinstance(counts, int | np.integer):
-        return True
-    return isinstance(counts, Sequence | np.ndarray) and not isinstance(counts, str)
+def _integer(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name}: {value!r} given where an integer is needed") from None
+
+
+def _whole(array: Any, datatype: Any, name: str, writable: bool) -> tuple[Operand, int]:
+    """The whole array as an operand, and how many of its elements one datatype holds."""
+    if array is None and datatype is not None:  # mpi4py's empty buffer
+        array = np.empty(0, _numpy_dtype(datatype, name)[0])
+    array = _as_array(array, name)
+    dtype, unit = (array.dtype, 1) if datatype is None else _numpy_dtype(datatype, name)
+    _check_dtype(np.dtype(dtype), name)
+    if writable and not _writable(array):
+        raise ArgumentError(f"{name}: the array is read-only, and the result goes there")
+    if array.flags.c_contiguous:
+        flat = array.reshape(-1)
+        return Operand(name, flat if dtype == array.dtype else _viewed(flat, dtype, name)), unit
+    if not isinstance(array, np.ndarray):
+        raise ArgumentError(
+            f"{name}: a device array must be C-contiguous (cupy.ascontiguousarray makes one)"
+        )
+    if dtype != array.dtype:
+        raise ArgumentError(f"{name}: an array read as another datatype must be C-contiguous")
+    return Operand(name, np.empty(array.size, array.dtype), array), unit
 
 
 def _as_array(value: Any, name: str) -> Any:
     if isinstance(value, np.ndarray):
-        return value
+        return np.asarray(value)  # of the base class: a matrix stays two-dimensional for ever
     if hasattr(value, "__cuda_array_interface__"):
         from mpiring.device.cuda import wrap
 
         return wrap(value)
     try:
         if isinstance(value, np.generic):
-            return np.asarray(value)  # read-only in effect: a copy, so it may be only sent
+            copy = np.asarray(value)
+            copy.flags.writeable = False  # a result would be lost
+            return copy
         if hasattr(value, "__dlpack__"):
             return _from_dlpack(value)
         return np.asarray(memoryview(value))
@@ -155,27 +228,62 @@ def _as_array(value: Any, name: str) -> Any:
 
 def _from_dlpack(value: Any) -> Any:
     kind = value.__dlpack_device__()[0]
-    if int(kind) == 1:  # kDLCPU
-        return np.from_dlpack(value)
-    from mpiring.device.cuda import wrap
+    if int(kind) != 1:  # kDLCPU
+        from mpiring.device.cuda import wrap
 
-    return wrap(value)
+        return wrap(value)
+    array = np.from_dlpack(value)
+    return array if array.flags.writeable or _is_versioned(value) else _Writable(array).array
 
 
-def _numpy_dtype(datatype: Any, name: str) -> np.dtype:
+def _is_versioned(value: Any) -> bool:
+    """Whether the exporter says what may be written: DLPack does since its version 1.0."""
+    try:
+        return "versioned" in repr(value.__dlpack__(max_version=(1, 0)))
+    except TypeError:
+        return False
+
+
+class _Writable:
+    """NumPy takes what an older DLPack exports for read-only; mpi4py, and we, do not."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._owner = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+    @property
+    def array(self) -> np.ndarray:
+        return np.asarray(self)  # keeps self, and so the owner, alive
+
+
+def _numpy_dtype(datatype: Any, name: str) -> tuple[np.dtype, int]:
+    """The dtype of a datatype's elements, and how many there are in one."""
     if isinstance(datatype, str):
-        return np.dtype(datatype)
+        try:
+            return np.dtype(datatype), 1
+        except TypeError:
+            raise DtypeError(f"{name}: {datatype!r} names no datatype") from None
+    if not datatype or not (datatype.is_predefined or datatype.size == datatype.extent):
+        raise DtypeError(
+            f"{name}: datatype {datatype.name or 'made by the caller'} has gaps or no elements; "
+            "allowed are predefined datatypes and those without gaps"
+        )
     from mpi4py.util import dtlib
 
     try:
-        return dtlib.to_numpy_dtype(datatype)
-    except ValueError as error:
-        raise DtypeError(f"{name}: datatype {datatype.Get_name()} has no dtype ({error})") from None
+        dtype = dtlib.to_numpy_dtype(datatype)
+    except (ValueError, AttributeError) as error:
+        raise DtypeError(f"{name}: datatype {datatype.name} has no dtype ({error})") from None
+    if dtype.kind == "U":
+        return np.dtype("U1"), 1
+    return dtype.base, math.prod(dtype.shape)
 
 
 def _check_dtype(dtype: np.dtype, name: str) -> None:
-    pair = dtype.names is not None and len(dtype.names) == 2
-    if not (dtype.kind in "biufc" or dtype.name == "bfloat16" or pair):
+    """What may travel: what MPI knows, and 16-bit floats. What may be reduced, the device says."""
+    known = dtype.kind in "biufc" or dtype.name == "bfloat16" or dtype.str[1:] in ("S1", "U1")
+    if not known and (dtype.names is None or dtype.hasobject):
         raise DtypeError(
             f"{name}: dtype {dtype} is not numeric; allowed are booleans, integers, "
             "floating-point and complex numbers, float16 and ml_dtypes.bfloat16 among them"
@@ -186,19 +294,9 @@ def _writable(array: Any) -> bool:
     return bool(array.flags.writeable) if isinstance(array, np.ndarray) else True
 
 
-def _contiguous(array: Any) -> bool:
-    return bool(array.flags.c_contiguous)
-
-
 def _viewed(flat: Any, dtype: np.dtype, name: str) -> Any:
     octets = flat.view("u1")
     whole = octets.size // dtype.itemsize * dtype.itemsize
     if whole != octets.size:
         raise ArgumentError(f"{name}: {octets.size} bytes are no whole number of {dtype} elements")
     return octets.view(dtype)
-
-
-def _check_count(start: int, count: int, size: int, name: str) -> None:
-    if count < 0 or start < 0 or start + count > size:
-        at = f" from {start}" if start else ""
-        raise ArgumentError(f"{name}: count {count}{at} given, but the array has {size} elements")

@@ -33,6 +33,12 @@ class Call:
     record: str = ""
     before: tuple[tuple[Any, Any], ...] = ()  #: (source, target) copies around the schedule
     after: tuple[tuple[Any, Any], ...] = ()
+    persistent: bool = False
+
+
+def persistent(call: Call) -> Call:
+    """The same call, to be bound now and started later: another thing to agree on."""
+    return replace(call, record=f"persistent {call.record}", persistent=True)
 
 
 def borrowing(call: Call) -> Call:
@@ -46,7 +52,8 @@ def _borrowed(flat: np.ndarray) -> np.ndarray:
     if not flat.size:
         return flat
     address = flat.__array_interface__["data"][0]
-    return np.frombuffer((ctypes.c_char * flat.nbytes).from_address(address), flat.dtype)
+    octets = memoryview((ctypes.c_char * flat.nbytes).from_address(address))
+    return np.frombuffer(octets, flat.dtype)
 
 
 class Memory:
@@ -71,7 +78,7 @@ class Memory:
                     return None
                 address = argument.__array_interface__["data"][0]
                 parts += (address, argument.size, argument.dtype, flags.writeable)
-            elif kind in (str, int, tuple, Reduction):
+            elif kind in (str, int, Reduction) or _is_counts(argument):
                 parts.append(argument)
             elif id(argument) in self._constants:
                 parts.append(id(argument))
@@ -95,9 +102,13 @@ class Memory:
             self.drop(next(iter(self._bound)))
 
     def drop(self, key: tuple[Any, ...] | None) -> None:
-        if key in self._bound:
+        if key is not None and key in self._bound:
             _, execution = self._bound.pop(key)
             self._scratch -= _scratch(execution)
+
+
+def _is_counts(value: Any) -> bool:
+    return type(value) is tuple and all(type(each) is int for each in value)
 
 
 def _scratch(execution: Execution) -> int:

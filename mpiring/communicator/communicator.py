@@ -18,8 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,16 +30,24 @@ from mpiring.communicator.agreement import (
     Agreement,
     Patience,
     complaint,
+    name_ranks,
 )
-from mpiring.communicator.arguments import Operand, is_in_place, operand, overlap
-from mpiring.communicator.call import Call, Memory, borrowing
+from mpiring.communicator.arguments import (
+    Operand,
+    integers,
+    is_in_place,
+    operand,
+    overlap,
+    vector_operand,
+)
+from mpiring.communicator.call import Call, Memory, borrowing, persistent
 from mpiring.communicator.operations import SUM, Operation
 from mpiring.device.base import Device
 from mpiring.device.host import HostDevice, check_reduction
 from mpiring.engine.execution import Binding, Execution
 from mpiring.engine.progress import ProgressEngine, default_engine
 from mpiring.engine.request import Request
-from mpiring.errors import ArgumentError, MpiringError
+from mpiring.errors import ArgumentError, MismatchError, MpiringError, TransportError
 from mpiring.schedule import catalog
 from mpiring.schedule.catalog import Mean, Plan
 from mpiring.schedule.chunks import Range, consecutive, split
@@ -48,11 +55,10 @@ from mpiring.schedule.ops import Buffer
 from mpiring.task import Completion, Task
 from mpiring.transport.base import Transport
 
-#: Tags used in turn by one-shot collectives; persistent ones have a tag each, above.
-SLOTS = 1 << 14
 #: Collectives under way at which a new one first gives the old ones time to end.
 _CROWD = 256
 _SEEN = 4096  # signatures remembered as agreed
+_MEETING = -1  # in the place of a slot
 
 
 class Communicator:
@@ -79,61 +85,78 @@ class Communicator:
         segment: int = catalog.SEGMENT,
         engine: ProgressEngine | None = None,
     ) -> None:
-        catalog.check_algorithm(algorithm)
-        if progress not in ("poll", "thread"):
-            raise ArgumentError(f"progress: {progress!r} given; allowed are 'poll' and 'thread'")
-        if segment < 1:
-            raise ArgumentError(f"segment: {segment} given; allowed are bytes above 0")
         self._engine = engine or default_engine()
         self._algorithm, self._segment = algorithm, segment
+        self._check = os.environ.get("MPIRING_CHECK") or "first"
         self._comm: Any = None
         self._private: list[Any] = []
         self._lent: list[Transport] = []
         self._agreement: Agreement | None = None
         self._host = HostDevice()
+        if isinstance(comm, Communicator):
+            comm = comm.comm
         if hasattr(comm, "Get_rank"):
             self._open_mpi(comm, progress)
         else:
+            self._check_options(progress)
             self._transport = comm
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
+        # Tags: half of them for one-shot collectives in turn, so that one comes again after so
+        # many calls that nothing is left of the last; half for those that keep theirs.
+        self._turns = self._transport.slots // 2
         self._calls = 0
-        self._flying: dict[int, tuple[int, Execution]] = {}  # slot -> number, execution
+        self._flying: dict[int, Flight] = {}  # by slot
         self._pruned = 0
         self._unwaited = 0
         self._seen: OrderedDict[str, int] = OrderedDict()  # record -> slot of blocking calls
         self._memory = Memory()
-        self._check = os.environ.get("MPIRING_CHECK", "first")
         self._patience = Patience()
         self._freed = False
         self._engine.watch(self._stalled)
+
+    def _check_options(self, progress: str) -> None:
+        catalog.check_algorithm(self._algorithm)
+        if progress not in ("poll", "thread"):
+            raise ArgumentError(f"progress: {progress!r} given; allowed are 'poll' and 'thread'")
+        if not isinstance(self._segment, int) or self._segment < 1:
+            raise ArgumentError(f"segment: {self._segment!r} given; allowed are bytes above 0")
+        if self._check not in ("first", "0", "1"):
+            raise ArgumentError(f"MPIRING_CHECK: {self._check!r} given; allowed are 0 and 1")
 
     def _open_mpi(self, comm: Any, progress: str) -> None:
         from mpi4py import MPI
 
         from mpiring.transport.mpi import MpiTransport, more_ranks_than_cores
 
-        if isinstance(comm, Communicator):
-            comm = comm._comm
         if comm == MPI.COMM_NULL or comm.Is_inter():
             raise ArgumentError(f"comm: {comm!r} given; an intracommunicator is needed")
-        if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise ArgumentError(
-                "progress: 'thread' needs MPI_THREAD_MULTIPLE, and this MPI was initialised "
-                "with less; use progress='poll'"
-            )
+        error = None
+        try:
+            self._check_options(progress)
+            if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+                raise ArgumentError(
+                    "progress: 'thread' needs MPI_THREAD_MULTIPLE, and this MPI was initialised "
+                    "with less; use progress='poll'"
+                )
+        except ArgumentError as mistake:
+            error = mistake
+        options = (self._algorithm, self._segment, self._check)
+        everyone = comm.allgather((complaint(error) if error else None, options))
+        for rank, (wrong, theirs) in enumerate(everyone):
+            if wrong:
+                raise ArgumentError(f"rank {rank}: {wrong.partition(':')[2]}") from error
+            if theirs != everyone[0][1]:
+                raise ArgumentError(
+                    "algorithm, segment, MPIRING_CHECK: differ between ranks: "
+                    f"rank 0: {everyone[0][1]}; rank {rank}: {theirs}"
+                )
         self._comm = comm
         self._private = [comm.Dup(), comm.Dup()]
         for private in self._private:
             private.Set_errhandler(MPI.ERRORS_RETURN)
         self._transport = MpiTransport(self._private[0])
         self._engine.yields |= more_ranks_than_cores(self._private[1])
-        options = (self._algorithm, self._segment, os.environ.get("MPIRING_CHECK", "first"))
-        everyone = self._private[1].allgather(options)
-        if len(set(everyone)) > 1:
-            raise ArgumentError(
-                f"algorithm, segment, MPIRING_CHECK: differ between ranks: {everyone}"
-            )
         self._agreement = Agreement(self._private[1])
         if progress == "thread":
             self._engine.start_thread()
@@ -289,6 +312,25 @@ class Communicator:
         self._lent.append(self._transport.duplicate())
         return self._lent[-1]
 
+    @property
+    def comm(self) -> Any:
+        """The mpi4py communicator that was given, for calls that need its type."""
+        if self._comm is None:
+            raise AttributeError("comm: virtual ranks have no mpi4py communicator")
+        return self._comm
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Barrier(self) -> None:
+        """As mpi4py's, and moves collectives on meanwhile: a peer may wait for one of them."""
+        self._engine.wait(self.comm.Ibarrier().Test)
+
+    barrier = Barrier
+
     def Free(self) -> None:
         """End what is under way, say what was never waited for, free the private duplicates.
 
@@ -296,7 +338,11 @@ class Communicator:
         """
         if self._freed:
             return
+        number = self._number()
         self._engine.wait(lambda: not self._under_way())
+        if self._agreement is not None and self._check != "0":
+            self._agreement.close(number, "Free")
+            self._meet(number, "Free")
         self._leave()
         if self._unwaited:
             warnings.warn(
@@ -305,8 +351,6 @@ class Communicator:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if self._agreement is not None:
-            self._agreement.listen()
         for transport in self._lent:
             transport.free()
         for private in self._private:
@@ -316,10 +360,11 @@ class Communicator:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        # Peers may be anywhere when this rank fails: waiting for them here would hide the error.
         if kind is None:
             self.Free()
-        else:
+        elif not self._freed:
+            # Peers may be anywhere when this rank fails: waiting for them would hide the error.
+            self._say_farewell(f"with block left by {kind.__name__}")
             self._leave()
 
     def __getattr__(self, name: str) -> Any:
@@ -327,6 +372,13 @@ class Communicator:
         if comm is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(comm, name)
+
+    def _say_farewell(self, how: str) -> None:
+        """Tell the others that this rank makes no call any more, without waiting for them."""
+        if self._agreement is not None:
+            number = self._number()
+            self._agreement.close(number, how)
+            self._agreement.tell(number)
 
     def _leave(self) -> None:
         self._freed = True
@@ -349,7 +401,7 @@ class Communicator:
         )
 
     def _reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any) -> Call:
-        data, source, operation = self._reducible(sendbuf, recvbuf, op)
+        data, source, operation = self._reducible(sendbuf, recvbuf, op, blocks=self.size)
         whole = source or data
         block, rest = divmod(whole.count, self.size)
         name = whole.name
@@ -373,15 +425,15 @@ class Communicator:
             own = operand(recvbuf, "recvbuf", writable=True).count
             return self._allgather(np.array([own]), counts)
 
-        self._block(understand, "counts of Reduce_scatter")
+        self._run(understand, "counts of Reduce_scatter").Wait()
         return counts.tolist()
 
     def _reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int], op: Any
     ) -> Call:
         data, source, operation = self._reducible(sendbuf, recvbuf, op)
-        counts = [int(count) for count in recvcounts]
-        if len(counts) != self.size or min(counts) < 0:
+        counts = integers(recvcounts, self.size, "recvcounts")
+        if min(counts) < 0:
             raise ArgumentError(f"recvcounts: {counts} given; {self.size} counts from 0 are needed")
         return self._scatter(counts, data, source, operation)
 
@@ -404,7 +456,7 @@ class Communicator:
         return self._reduction("reduce_scatter", consecutive(counts), data, source, operation)
 
     def _allgather(self, sendbuf: Any, recvbuf: Any) -> Call:
-        data = operand(recvbuf, "recvbuf", writable=True)
+        data = operand(recvbuf, "recvbuf", writable=True, blocks=self.size)
         block, rest = divmod(data.count, self.size)
         if rest:
             raise ArgumentError(
@@ -413,23 +465,9 @@ class Communicator:
         return self._gather(sendbuf, data, consecutive([block] * self.size))
 
     def _allgatherv(self, sendbuf: Any, recvbuf: Any) -> Call:
-        data = operand(recvbuf, "recvbuf", writable=True)
-        if data.counts is None:
-            return self._gather(sendbuf, data, split(0, data.count, self.size))
-        counts = data.counts
-        chunks = consecutive(counts)
-        if data.displs is not None:
-            chunks = tuple((d, d + c) for d, c in zip(data.displs, counts))
-        if len(chunks) != self.size or len(counts) != self.size or min(counts) < 0:
-            raise ArgumentError(
-                f"recvbuf: counts {counts} given; {self.size} counts from 0 are needed"
-            )
-        filled = sorted(chunk for chunk in chunks if chunk[0] < chunk[1])
-        if any(a[1] > b[0] for a, b in pairwise(filled)):
-            raise ArgumentError(f"recvbuf: blocks {chunks} overlap")
-        if filled and (filled[0][0] < 0 or filled[-1][1] > data.count):
-            raise ArgumentError(f"recvbuf: blocks {chunks} leave its {data.count} elements")
-        return self._gather(sendbuf, data, chunks)
+        return self._gather(
+            sendbuf, *vector_operand(recvbuf, "recvbuf", writable=True, blocks=self.size)
+        )
 
     def _gather(self, sendbuf: Any, data: Operand, chunks: tuple[Range, ...]) -> Call:
         start, stop = chunks[self.rank]
@@ -460,16 +498,18 @@ class Communicator:
         return self._packed(plan, data, None, None, record)
 
     def _reducible(
-        self, sendbuf: Any, recvbuf: Any, op: Any
+        self, sendbuf: Any, recvbuf: Any, op: Any, blocks: int = 1
     ) -> tuple[Operand, Operand | None, Operation]:
-        data = operand(recvbuf, "recvbuf", writable=True)
+        """A contribution of ``blocks`` blocks, and where the result goes."""
+        in_place = is_in_place(sendbuf)
+        data = operand(recvbuf, "recvbuf", writable=True, blocks=blocks if in_place else 1)
         operation = operations.resolve(op)
         operations.check_mean(operation, data.dtype)
         operations.check_user(operation, data.dtype)
         check_reduction(operation.reduction, data.dtype)
-        if is_in_place(sendbuf):
+        if in_place:
             return data, None, operation
-        source = operand(sendbuf, "sendbuf", writable=False)
+        source = operand(sendbuf, "sendbuf", writable=False, blocks=blocks)
         _same_dtype(source, data)
         return data, source, operation
 
@@ -537,25 +577,33 @@ class Communicator:
         """Begin a one-shot collective."""
         number = self._number()
         call, gates = self._agreed(number, understand)
-        slot = number % SLOTS
+        slot = number % self._turns
         self._make_room(slot)
         execution = self._execution(call, slot, label, persistent=False)
-        self._flying[slot] = (number, execution)
+        self._flying[slot] = Flight(number, execution)
         self._unwaited += 1
         entry = self._entry(call)
-        request = Request(self._engine, execution, lambda: entry, on_end=self._ended)
+        request = Request(
+            self._engine, execution, lambda: entry, on_end=lambda error: self._ended(number, error)
+        )
         self._engine.start(execution, [*gates, *entry])
         return request
 
     def _bind(self, understand: Callable[[], Call], label: str) -> Request:
-        """Make a persistent collective."""
+        """Make a persistent collective: compared over the ranks now, never when it starts."""
         number = self._number()
-        call, gates = self._agreed(number, understand)
-        for gate in gates:
-            self._engine.wait(gate.done)
-        execution = self._execution(call, self._own_slot(number), label, persistent=True)
-        gates = (lambda: self._entry(call)) if call.data.on_device else tuple
-        return Request(self._engine, execution, gates, persistent=True)
+        call, gates = self._agreed(number, lambda: persistent(understand()))
+        if gates:
+            self._meet(number, f"{label} ({call.record})")
+        slot = self._own_slot(number)
+        execution = self._execution(call, slot, label, persistent=True)
+        flight = Flight(None, execution)
+
+        def begin() -> list[Completion]:
+            self._flying[slot] = flight
+            return self._entry(call)
+
+        return Request(self._engine, execution, begin, persistent=True)
 
     def _block(self, understand: Callable[[], Call], label: str, *arguments: Any) -> None:
         """Run a collective to its end.
@@ -568,7 +616,8 @@ class Communicator:
         number = self._number()
         key = self._memory.key(label, arguments)
         bound = self._memory.get(key) if self._check != "1" else None
-        if bound is not None:
+        # All ranks have forgotten the signature where they met an error with it.
+        if bound is not None and self._seen.get(bound[0]) == bound[1].binding.slot:
             record, execution = bound
             gates: list[Completion] = []
             self._seen.move_to_end(record)
@@ -577,28 +626,36 @@ class Communicator:
         else:
             call, gates = self._agreed(number, understand)
             record = call.record
+            if call.before or call.after:
+                key = None  # what is copied lives in memory of the call's own
             if key is not None:
                 call = borrowing(call)
             execution = self._execution(call, self._seen[record], label, persistent=True)
             gates += self._entry(call)
             self._memory.put(key, record, execution)
         slot = execution.binding.slot
-        self._flying[slot] = (number, execution)
+        if slot in self._flying:  # left in the middle
+            self._make_room(slot)
+        self._flying[slot] = Flight(number, execution)
         try:
             self._engine.start(execution, gates)
             self._engine.finish(execution)
         except BaseException:
-            # Left in the middle (Ctrl-C): MPI may still write there.
+            # Left in the middle (Ctrl-C, StallError): it is still under way.
+            self._memory.drop(key)
             self._engine.keep(arguments)
             raise
         del self._flying[slot]
+        if number % _CROWD == 0:
+            self._prune()
         if execution.error is not None:
             self._memory.drop(key)
-            raise execution.error
+            self._engine.keep(arguments)
+            raise self._explained(number, execution.error)
 
     def _own_slot(self, number: int) -> int:
         """A slot that stays with what call ``number`` has made: the same on every rank."""
-        return SLOTS + number % (self._transport.slots - SLOTS)
+        return self._turns + number % (self._transport.slots - self._turns)
 
     def _number(self) -> int:
         if self._freed:
@@ -649,22 +706,31 @@ class Communicator:
 
     def _make_room(self, slot: int) -> None:
         """A slot is used again only after its last collective has ended here."""
-        holder = self._flying.get(slot)
+        holder = self._flying.pop(slot, None)
         if holder is not None:
-            self._engine.wait(lambda: holder[1].finished)
+            self._engine.finish(holder.execution)
         if len(self._flying) >= 2 * self._pruned + 64:
-            self._flying = {s: f for s, f in self._flying.items() if not f[1].finished}
-            self._pruned = len(self._flying)
+            self._prune()
         # Many under way: let them end first, but never wait for a rank that has not called.
         for _ in range(_CROWD if self._engine.active > _CROWD else 0):
             self._engine.poll()
             os.sched_yield()
 
-    def _ended(self, request: Request) -> None:
-        self._unwaited -= 1
+    def _prune(self) -> None:
+        """Forget what has ended."""
+        self._flying = {s: f for s, f in self._flying.items() if not f.execution.finished}
+        self._pruned = len(self._flying)
+        if self._agreement is not None:
+            numbers = [f.number for f in self._flying.values() if f.number is not None]
+            self._agreement.forget(before=min(numbers, default=self._calls))
 
-    def _under_way(self) -> list[tuple[int, Execution]]:
-        return [f for f in self._flying.values() if not f[1].finished]
+    def _ended(self, number: int, error: BaseException | None) -> BaseException | None:
+        """A request's end: what it raises."""
+        self._unwaited -= 1
+        return error and self._explained(number, error)
+
+    def _under_way(self) -> list[Flight]:
+        return [f for f in self._flying.values() if not f.execution.finished]
 
     # -- agreement over ranks -------------------------------------------------------------
 
@@ -672,13 +738,13 @@ class Communicator:
         """Understand a call; what must be over before its data moves."""
         try:
             call = understand()
-        except MpiringError as error:
+        except Exception as error:
             self._complain(number, error)
             raise
         known = call.record in self._seen
         if known:
             self._seen.move_to_end(call.record)
-        else:
+        elif not call.persistent:
             self._seen[call.record] = self._own_slot(number)
             if len(self._seen) > _SEEN:
                 self._seen.popitem(last=False)
@@ -688,14 +754,44 @@ class Communicator:
         agreement.open(number, call.record)
         if known and self._check != "1":
             return call, []
-        return call, [_Forgetting(Agreed(agreement, number), self._seen, call.record)]
+        return call, [_Remembered(Agreed(agreement, number), lambda: self._forget(number))]
 
-    def _complain(self, number: int, error: MpiringError) -> None:
+    def _meet(self, number: int, label: str) -> None:
+        """Wait until all ranks have made call ``number``; raises if they made different ones."""
+        assert self._agreement is not None
+        meeting = Meeting(label)
+        self._flying[_MEETING] = Flight(number, meeting)
+        self._engine.attach(meeting)  # a wait for others counts as something under way
+        try:
+            agreed = Agreed(self._agreement, number)
+            self._engine.wait(agreed.done)
+        except MpiringError:
+            self._forget(number)
+            raise
+        finally:
+            self._engine.detach(meeting)
+            del self._flying[_MEETING]
+
+    def _complain(self, number: int, error: Exception) -> None:
         """Tell all ranks what is wrong here, hear what is wrong there, raise the same."""
-        agreement = self._agreement
-        if agreement is None or self.size == 1:
+        if self._agreement is None or self.size == 1 or self._check == "0":
             return
-        agreement.open(number, complaint(error))
+        self._agreement.open(number, complaint(error))
+        verdict = self._heard_verdict(number)
+        assert verdict is not None
+        raise verdict from error
+
+    def _explained(self, number: int, error: BaseException) -> BaseException:
+        """What all ranks say of a call in which this one met bytes that were not agreed."""
+        agreement = self._agreement
+        if agreement is None or self._check == "0" or not isinstance(error, TransportError):
+            return error
+        return self._heard_verdict(number) or error
+
+    def _heard_verdict(self, number: int) -> Exception | None:
+        """The verdict on a call in which something is wrong, once the others have spoken."""
+        agreement = self._agreement
+        assert agreement is not None
         agreement.tell(number)
         until = time.monotonic() + HEAR_WITHIN
 
@@ -704,47 +800,90 @@ class Communicator:
             return agreement.heard(number) or time.monotonic() > until
 
         self._engine.wait(heard)
-        verdict = agreement.verdict(number)
-        assert verdict is not None
-        raise verdict from error
+        self._forget(number)
+        return agreement.verdict(number)
+
+    def _forget(self, number: int) -> None:
+        """Every rank compares anew, with other slots, what any rank called as ``number``.
+
+        Data of the failed call may be on its way in the slots of now.
+        """
+        assert self._agreement is not None
+        for record in self._agreement.records(number).values():
+            self._seen.pop(record, None)
 
     def _stalled(self, seconds: float) -> None:
-        """Called now and then while this rank waits and nothing moves."""
+        """Called now and then while something is under way here and nothing moves."""
         agreement = self._agreement
         under_way = self._under_way()
         if agreement is None or not under_way:
             return
         agreement.listen()
-        number, execution = min(under_way, key=lambda flight: flight[0])
-        if self._check != "0":
+        late = seconds > HEAR_WITHIN
+        number, execution = min(under_way, key=lambda flight: flight.number or self._calls)
+        if number is None:
+            if seconds > TELL_AFTER and agreement.gone:
+                self._engine.fail(execution, _deserted(agreement.gone, execution.label))
+        elif self._check != "0":
             if seconds > TELL_AFTER or agreement.doubtful(number):
                 agreement.tell(number)
-            if agreement.doubtful(number) and (agreement.heard(number) or seconds > HEAR_WITHIN):
+            if agreement.doubtful(number) and (agreement.heard(number) or late):
                 error = agreement.verdict(number)
                 assert error is not None
+                self._forget(number)
                 self._engine.fail(execution, error)
-                return
-        self._patience.check(
-            seconds,
-            lambda: (
-                f"rank {self.rank} waits in {execution.tell()}; "
-                f"not there yet: ranks {agreement.silent(number)}"
-            ),
-        )
+        if execution.finished:
+            return
+        self._patience.check(seconds, lambda: self._plight(number, execution))
+
+    def _plight(self, number: int | None, execution: Any) -> str:
+        """What is waited for, in words."""
+        assert self._agreement is not None
+        told = f"rank {self.rank} waits in {execution.tell()}"
+        if number is None or self._check == "0":
+            return told
+        return f"{told}; not there yet: {name_ranks(self._agreement.silent(number))}"
 
 
-class _Forgetting:
-    """An agreement that is not remembered if it fails: all ranks compare again next time."""
+class Flight(NamedTuple):
+    """What is under way; ``number`` is None for starts of persistent collectives."""
 
-    def __init__(self, agreed: Agreed, seen: OrderedDict[str, int], record: str) -> None:
-        self._agreed, self._seen, self._record = agreed, seen, record
+    number: int | None
+    execution: Any
+
+
+class Meeting:
+    """Waiting for all ranks to make a call; stands where an execution does."""
+
+    finished = False
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def advance(self) -> bool:
+        return False
+
+    def tell(self) -> str:
+        return self.label
+
+
+class _Remembered:
+    """An agreement that is forgotten if it fails."""
+
+    def __init__(self, agreed: Agreed, forget: Callable[[], None]) -> None:
+        self._agreed, self._forget = agreed, forget
 
     def done(self) -> bool:
         try:
             return self._agreed.done()
         except MpiringError:
-            self._seen.pop(self._record, None)
+            self._forget()
             raise
+
+
+def _deserted(gone: dict[int, str], label: str) -> MismatchError:
+    left = "; ".join(f"rank {rank}: {how}" for rank, how in sorted(gone.items()))
+    return MismatchError(f"ranks wait in {label}, but not all are left: {left}")
 
 
 def _same_dtype(source: Operand, data: Operand) -> None:
@@ -755,9 +894,11 @@ def _same_dtype(source: Operand, data: Operand) -> None:
 
 
 def _layout(chunks: tuple[Range, ...]) -> str:
+    """How many elements, and how they are shared out; where they lie is each rank's own affair."""
     counts = [stop - start for start, stop in chunks]
-    even = split(0, sum(counts), len(counts)) == chunks
-    return str(sum(counts)) if even else f"{sum(counts)} as {list(chunks)}"
+    total = sum(counts)
+    even = split(0, total, len(counts)) == consecutive(counts)
+    return str(total) if even else f"{total} as {counts}"
 
 
 def _copies(device: Device, pairs: tuple[tuple[Any, Any], ...]) -> list[Task]:
