@@ -69,6 +69,7 @@ class ProgressEngine:
         """Take over an execution, and get it going as far as it gets without waiting."""
         with self._lock:
             execution.start(gates)
+            self._fruitless = 0
             for instrument in self.instruments:
                 instrument.started(execution.label, id(execution))
             self._active[execution] = None
