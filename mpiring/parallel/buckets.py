@@ -11,9 +11,10 @@ A gradient that lies elsewhere, or has another dtype, begins a new one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mpiring.errors import ArgumentError
 
@@ -62,6 +63,68 @@ def layout(
         run.append(position)
     close()
     return buckets
+
+
+class HasGradient(Protocol):
+    """What is needed of a parameter: an array of any shape, C-contiguous."""
+
+    @property
+    def gradient(self) -> Any: ...
+
+
+class Filling:
+    """How far the buckets of a step have been filled. ``parameters`` in the ready order."""
+
+    def __init__(self, parameters: Sequence[HasGradient], buckets: Sequence[Bucket]) -> None:
+        self._positions = {id(parameter): i for i, parameter in enumerate(parameters)}
+        if len(self._positions) != len(parameters):
+            raise ArgumentError("parameters: one of them is given twice")
+        self._parameters = list(parameters)  # ids stay theirs as long as they are alive
+        self._buckets = buckets
+        self._home = [bucket for bucket in buckets for _ in bucket.members]
+        self.paused = False  #: gradients only accumulate for now
+        self.reset()
+
+    def reset(self) -> None:
+        """A new step begins."""
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._seen = [False] * len(self._home)
+
+    def ready(self, parameter: HasGradient) -> Bucket | None:
+        """Note a gradient; the bucket that is full by it."""
+        position = self._positions.get(id(parameter))
+        if position is None or self._seen[position]:
+            raise ArgumentError(
+                "parameter: "
+                + ("not one of those given" if position is None else "ready twice in one step")
+            )
+        self._seen[position] = True
+        bucket = self._home[position]
+        self._missing[bucket.index] -= 1
+        return bucket if self.full(bucket.index) else None
+
+    def full(self, index: int) -> bool:
+        return not self._missing[index]
+
+    def check(self, who: str) -> None:
+        """Raise ArgumentError unless every gradient is ready."""
+        if not all(self._seen):
+            missing = [i for i, seen in enumerate(self._seen) if not seen]
+            raise ArgumentError(
+                f"{who}: gradients {missing} of {len(self._seen)} never became ready; "
+                "call ready for every parameter in every step"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, ``ready`` does nothing: gradients accumulate, and are exchanged later."""
+        if any(self._seen):
+            raise ArgumentError("no_sync: entered in the middle of a step; finish it first")
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
 
 
 def describe(buckets: Sequence[Bucket]) -> str:

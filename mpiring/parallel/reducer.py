@@ -12,21 +12,20 @@ before it. All bindings, one persistent collective per bucket, are made once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from mpiring.communicator import SUM, Communicator
-from mpiring.errors import ArgumentError
-from mpiring.parallel.buckets import BUCKET, FIRST_BUCKET, Bucket, describe, layout
+from mpiring.parallel.buckets import (
+    BUCKET,
+    FIRST_BUCKET,
+    Bucket,
+    Filling,
+    HasGradient,
+    describe,
+    layout,
+)
 from mpiring.parallel.consensus import agree
-
-
-class HasGradient(Protocol):
-    """What the reducer needs of a parameter: an array of any shape, C-contiguous."""
-
-    @property
-    def gradient(self) -> Any: ...
 
 
 class Reducer:
@@ -52,41 +51,25 @@ class Reducer:
     ) -> None:
         self._comm = comm
         self._overlap = overlap
-        self._positions = {id(parameter): i for i, parameter in enumerate(parameters)}
-        if len(self._positions) != len(parameters):
-            raise ArgumentError("parameters: one of them is given twice")
-        self._parameters = list(parameters)  # ids stay theirs as long as they are alive
         self.buckets: list[Bucket] = layout(
             [parameter.gradient for parameter in parameters], bucket_bytes, first_bucket_bytes
         )
+        self._filling = Filling(parameters, self.buckets)
         agree(comm, "parameters: bucket layouts", describe(self.buckets))
-        self._home = [bucket for bucket in self.buckets for _ in bucket.members]
+        self.no_sync = self._filling.no_sync
         self._requests = [
             comm.Allreduce_init("in place", bucket.gradient, op) for bucket in self.buckets
         ]
-        self._synchronised = True
         self.polling_seconds = 0.0  #: spent in ``ready``, starting and moving exchanges
         self.waiting_seconds = 0.0  #: spent in ``finish``
-        self._reset()
-
-    def _reset(self) -> None:
-        self._missing = [len(bucket.members) for bucket in self.buckets]
-        self._seen = [False] * len(self._home)
         self._started = 0
 
     def ready(self, parameter: HasGradient) -> None:
         """The gradient of ``parameter`` is done, and must not be written until ``finish``."""
-        if not self._synchronised:
+        if self._filling.paused:
             return
         begin = time.perf_counter()
-        position = self._positions.get(id(parameter))
-        if position is None or self._seen[position]:
-            raise ArgumentError(
-                "parameter: "
-                + ("not one of the reducer's" if position is None else "ready twice in one step")
-            )
-        self._seen[position] = True
-        self._missing[self._home[position].index] -= 1
+        self._filling.ready(parameter)
         if self._overlap:
             self._start_full()
             self._comm.poll()
@@ -95,28 +78,13 @@ class Reducer:
     def finish(self) -> None:
         """Return when every gradient is the sum over ranks. Every parameter must be ready."""
         begin = time.perf_counter()
-        if not all(self._seen):
-            missing = [i for i, seen in enumerate(self._seen) if not seen]
-            raise ArgumentError(
-                f"finish: gradients {missing} of {len(self._seen)} never became ready; "
-                "call ready for every parameter in every step"
-            )
+        self._filling.check("finish")
         self._start_full()
         for request in self._requests:
             request.Wait()
-        self._reset()
+        self._filling.reset()
+        self._started = 0
         self.waiting_seconds += time.perf_counter() - begin
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, ``ready`` does nothing: gradients accumulate, and are exchanged later."""
-        if any(self._seen):
-            raise ArgumentError("no_sync: entered in the middle of a step; finish it first")
-        self._synchronised = False
-        try:
-            yield
-        finally:
-            self._synchronised = True
 
     def free(self) -> None:
         """Let go of the persistent collectives."""
@@ -124,6 +92,6 @@ class Reducer:
             request.Free()
 
     def _start_full(self) -> None:
-        while self._started < len(self.buckets) and not self._missing[self._started]:
+        while self._started < len(self.buckets) and self._filling.full(self._started):
             self._requests[self._started].Start()
             self._started += 1

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpiring.communicator import Communicator
-from mpiring.parallel.reducer import HasGradient, Reducer
+from mpiring.parallel.buckets import HasGradient
+from mpiring.parallel.reducer import Reducer
 
 
 class Optimizer(Protocol):
