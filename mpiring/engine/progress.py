@@ -175,7 +175,7 @@ class ProgressEngine:
             # Polling is a short piece of Python: without a pause between two, the
             # thread would take the interpreter lock from the caller's computing.
             moved = False
-            if self._active:
+            if self._active or self._actors:
                 with suppress(StallError):  # for whoever waits, in a thread of the caller's
                     moved = self.poll()
             time.sleep(0 if moved else 50e-6)
