@@ -20,7 +20,6 @@ from mpiring.train import options as command_line
 from mpiring.train import ranks
 from mpiring.train.ranks import Refused, alike, together
 
-
 # None of the imports above brings NumPy, which reads these when it is imported: ranks share the
 # cores, and each would start a thread for every core.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

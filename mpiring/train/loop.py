@@ -33,11 +33,10 @@ _REPEATS = 7
 
 @dataclass
 class Clock:
-    """Seconds of this rank over all steps, and the steps."""
+    """What each step took on this rank, in seconds, and which steps were skipped."""
 
-    steps: int = 0
-    total: float = 0.0
-    exposed: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    exposed: list[float] = field(default_factory=list)
     samples: int = 0  #: of all ranks
     skipped: list[int] = field(default_factory=list)  #: the numbers of those steps, from 1
 
@@ -106,10 +105,9 @@ class Trainer:
         begin = time.perf_counter()
         exposed = strategy.polling_seconds + strategy.waiting_seconds
         loss = self._step(step)
-        clock.exposed += strategy.polling_seconds + strategy.waiting_seconds - exposed
-        clock.total += time.perf_counter() - begin
+        clock.exposed.append(strategy.polling_seconds + strategy.waiting_seconds - exposed)
+        clock.steps.append(time.perf_counter() - begin)
         clock.samples += step.count
-        clock.steps += 1
         return loss
 
     def _step(self, step: Step) -> float:
@@ -128,7 +126,7 @@ class Trainer:
                     begin = self._tell("start and poll", begin)
             loss += float(part)
         if not self.strategy.update():
-            self.clock.skipped.append(self.clock.steps + 1)
+            self.clock.skipped.append(len(self.clock.steps) + 1)
         self._tell("finish and update", begin)
         return loss
 
@@ -175,15 +173,21 @@ class Trainer:
         return bool((everyone == everyone[0]).all())
 
     def results(self, final_loss: float) -> dict[str, Any]:
-        """Everything that is reported, the same on every rank. Times are means over ranks."""
+        """Everything that is reported, the same on every rank.
+
+        A step's times are medians over the steps (a mean would tell of the few that the
+        system interrupted, and the exchange alone is a median too) and means over ranks.
+        """
         clock, comm = self.clock, self.comm
         accuracy, identical = self.accuracy(), self.identical()
-        # Per rank: what one step took, and how many bytes it sent.
-        mine = np.array([clock.total, clock.exposed, self.ledger.nbytes_sent], np.float64)
-        slowest = np.array([clock.total])
+        steps = len(clock.steps)
+        mine = np.array(
+            [np.median(clock.steps), np.median(clock.exposed), self.ledger.nbytes_sent / steps]
+        )
+        slowest = np.array([sum(clock.steps)])
         comm.Allreduce("in place", mine)
         comm.Allreduce("in place", slowest, "max")
-        step, exposed, sent = mine / comm.size / max(1, clock.steps)
+        step, exposed, sent = (mine / comm.size).tolist()
         exchange = self.exchange_seconds()
         compute = step - exposed
         return {
@@ -192,7 +196,7 @@ class Trainer:
             "overlap": self.options.overlap,
             "dataset": self.dataset.name,
             "epochs": self.options.epochs,
-            "steps": clock.steps,
+            "steps": steps,
             "params": self.model.parameters.size,
             "test_accuracy": accuracy,
             "final_loss": final_loss,

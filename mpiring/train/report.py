@@ -164,7 +164,8 @@ def headline(trainer: Trainer, library: str) -> str:
         f"{options.batch_size} samples of all ranks together",
     ]
     if options.resume:
-        lines.append(f"{trainer.replica.epochs} epochs done: {options.resume}")
+        done = trainer.replica.epochs
+        lines.append(f"{done} epoch{'s' * (done > 1)} done: {options.resume}")
     return "\n".join(lines) + "\n"
 
 
@@ -177,7 +178,7 @@ def table(results: dict[str, Any]) -> str:
         ("final loss", f"{r['final_loss']:.4g}", "mean over the last epoch"),
         ("samples per second", f"{r['samples_per_second']:,.0f}"),
         None,
-        ("step", f"{r['step_ms']:.2f} ms", f"mean over {r['steps']:,} steps and all ranks"),
+        ("step", f"{r['step_ms']:.2f} ms", f"median over {r['steps']:,} steps"),
         ("  compute", f"{r['compute_ms']:.2f} ms"),
         ("  exposed communication", f"{r['exposed_ms']:.2f} ms", "starting, polling, waiting"),
         ("communication alone", f"{r['comm_ms']:.2f} ms", "the same exchange, nothing computed"),
