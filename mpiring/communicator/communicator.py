@@ -13,16 +13,18 @@ own receives never see it. Every other attribute (``Get_rank``, ``Send``,
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiring.communicator import operations
+from mpiring.communicator import ending, operations
 from mpiring.communicator.agreement import (
     HEAR_WITHIN,
     TELL_AFTER,
@@ -47,7 +49,13 @@ from mpiring.device.host import HostDevice, check_reduction
 from mpiring.engine.execution import Binding, Execution
 from mpiring.engine.progress import ProgressEngine, default_engine
 from mpiring.engine.request import Request
-from mpiring.errors import ArgumentError, MismatchError, MpiringError, TransportError
+from mpiring.errors import (
+    ArgumentError,
+    MismatchError,
+    MpiringError,
+    StallError,
+    TransportError,
+)
 from mpiring.schedule import catalog
 from mpiring.schedule.catalog import Mean, Plan
 from mpiring.schedule.chunks import Range, consecutive, split
@@ -129,6 +137,7 @@ class Communicator:
 
         from mpiring.transport.mpi import MpiTransport, more_ranks_than_cores
 
+        ending.check_launch(MPI.COMM_WORLD)
         if comm == MPI.COMM_NULL or comm.Is_inter():
             raise ArgumentError(f"comm: {comm!r} given; an intracommunicator is needed")
         error = None
@@ -158,6 +167,7 @@ class Communicator:
         self._transport = MpiTransport(self._private[0])
         self._engine.yields |= more_ranks_than_cores(self._private[1])
         self._agreement = Agreement(self._private[1])
+        ending.attend(self, comm.Get_size())
         if progress == "thread":
             self._engine.start_thread()
 
@@ -366,6 +376,39 @@ class Communicator:
             # Peers may be anywhere when this rank fails: waiting for them would hide the error.
             self._say_farewell(f"with block left by {kind.__name__}")
             self._leave()
+
+    def depart(self) -> None:
+        """The program ends: tell the others, and finish what is under way if they come too.
+
+        Waits for no longer than it would take to say that nothing moves.
+        """
+        self._engine.stop_thread()
+        agreement = self._agreement
+        if self._freed or agreement is None:
+            return
+        number = self._number()
+        agreement.close(number, "end of the program")
+        agreement.tell(number)
+        begin = time.monotonic()
+
+        def over() -> bool:
+            agreement.listen()
+            seconds = time.monotonic() - begin
+            if self._under_way():
+                return seconds > self._patience.warn_after
+            return agreement.heard(number) or seconds > HEAR_WITHIN
+
+        flights = self._under_way()
+        with suppress(StallError):
+            self._engine.wait(over)
+        for _, execution in flights:
+            if execution.error is not None or not execution.finished:
+                why = execution.error or "the other ranks did not come"
+                print(
+                    f"mpiring: rank {self.rank} ends, and {execution.label} with it: {why}",
+                    file=sys.stderr,
+                )
+        self._leave()
 
     def __getattr__(self, name: str) -> Any:
         comm = self.__dict__.get("_comm")

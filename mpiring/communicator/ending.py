@@ -1,0 +1,103 @@
+"""How a process that has communicators ends, so that no other rank waits for it for ever.
+
+An *exception that nobody catches* would end this process inside MPI_Finalize, which
+waits for ranks that wait for this one. So it is shown with its rank, and ends the
+whole job: as ``python -m mpi4py`` does, but for plain scripts too. Programs that
+see to this themselves set ``MPIRING_ABORT=0``.
+
+At the *end of the program* every communicator that was not freed tells the others
+so, and finishes what is under way: its handle may be dropped, but peers count on
+this rank's part. It does not wait for ever for peers that never come.
+
+Both are set up by the first communicator over MPI, and concern this process only:
+one that was forked from it does nothing of this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+import weakref
+from types import TracebackType
+from typing import Any, Protocol
+
+from mpiring.errors import LaunchError
+from mpiring.transport.launcher import disagreement, launched
+
+_process = 0  # the one that was set up
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Departing(Protocol):
+    def depart(self) -> None:
+        """Finish what is under way; the program ends."""
+        ...
+
+
+def check_launch(world: Any) -> None:
+    """LaunchError where one launcher started several processes and each is alone in its world."""
+    from mpi4py import MPI
+
+    wrong = disagreement(launched(), world.Get_size()) if world.Get_size() == 1 else None
+    if wrong:
+        name, version = MPI.get_vendor()
+        raise LaunchError(
+            f"{wrong}; use the mpirun of the environment that holds mpi4py "
+            f"({name} {'.'.join(map(str, version))}); python -m mpiring.doctor tells more"
+        )
+
+
+def attend(communicator: Departing, size: int) -> None:
+    """See to the ends of this process, now that it has this communicator of ``size`` ranks."""
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
+        _open.clear()
+        atexit.register(_depart)
+    _open.add(communicator)
+    if size > 1 and os.environ.get("MPIRING_ABORT") != "0" and not _Hook.is_set():
+        sys.excepthook = _Hook(sys.excepthook)
+
+
+def _depart() -> None:
+    from mpi4py import MPI
+
+    if _process == os.getpid() and not MPI.Is_finalized():
+        for communicator in list(_open):
+            communicator.depart()
+
+
+class _Hook:
+    """``sys.excepthook``: what was there before, then the end of all ranks."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    @staticmethod
+    def is_set() -> bool:
+        return isinstance(sys.excepthook, _Hook)
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        from mpi4py import MPI
+
+        interactive = hasattr(sys, "ps1") or sys.flags.interactive
+        if _process != os.getpid() or interactive or MPI.Is_finalized():
+            self._before(kind, error, trace)
+            return
+        try:
+            rank = MPI.COMM_WORLD.Get_rank()
+            if self._before is sys.__excepthook__:
+                # In one piece, so that lines of several ranks do not mix.
+                text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
+                text = "".join(f"[rank {rank}] {line}\n" for line in text.split("\n"))
+                sys.stderr.write(text)
+            else:
+                self._before(kind, error, trace)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
