@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 import traceback
 import weakref
 from types import TracebackType
@@ -25,6 +26,9 @@ from typing import Any, Protocol
 
 from mpiring.errors import LaunchError
 from mpiring.transport.launcher import disagreement, launched
+
+#: Seconds between a rank's last words and its end: launchers drop what they have not read by then.
+HEARD_AFTER = 0.2
 
 _process = 0  # the one that was set up
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -88,16 +92,19 @@ class _Hook:
         if _process != os.getpid() or interactive or MPI.Is_finalized():
             self._before(kind, error, trace)
             return
+        interrupted = issubclass(kind, KeyboardInterrupt)
         try:
             rank = MPI.COMM_WORLD.Get_rank()
             if self._before is sys.__excepthook__:
+                # Ctrl-C reaches every rank: where each was then is nobody's question.
+                shown = traceback.format_exception(kind, error, None if interrupted else trace)
                 # In one piece, so that lines of several ranks do not mix.
-                text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
-                text = "".join(f"[rank {rank}] {line}\n" for line in text.split("\n"))
-                sys.stderr.write(text)
+                lines = "".join(shown).rstrip().split("\n")
+                sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
             else:
                 self._before(kind, error, trace)
             sys.stdout.flush()
             sys.stderr.flush()
+            time.sleep(HEARD_AFTER)
         finally:
-            MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            MPI.COMM_WORLD.Abort(130 if interrupted else 1)
