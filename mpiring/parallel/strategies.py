@@ -6,8 +6,8 @@ update. What it measures is the same for all, so that they can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,12 @@ class Strategy(Protocol):
     """What the trainer runs, by ``name``."""
 
     name: str
+    #: The ranks that compute gradients; others only take part in what is collective.
+    workers: tuple[int, ...]
+    #: Whether all ranks take their steps together, so that they can meet between two.
+    in_step: bool
+    #: Whether every rank has the optimizer's whole state at every step, not only at the end.
+    replicated: bool
 
     @property
     def polling_seconds(self) -> float:
@@ -53,12 +59,23 @@ class Strategy(Protocol):
         """Finish the exchange, update the weights; False if the step was skipped everywhere."""
         ...
 
-    def exchange(self) -> None:
-        """One whole exchange with nothing computed in between, to time it alone."""
+    def finish(self) -> None:
+        """All steps are taken: every rank has the same weights afterwards. Collective."""
+        ...
+
+    def rehearsal(self) -> AbstractContextManager[Callable[[], None]]:
+        """Gives a call that makes one whole exchange with nothing computed, to time it alone.
+
+        Collective, after ``finish``. Changes the gradients and nothing else.
+        """
         ...
 
     def bytes_per_step(self) -> float:
         """What the formula says that a rank sends in a step."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """Results that only this strategy has. Collective, after ``finish``."""
         ...
 
 
@@ -71,6 +88,7 @@ class AllReduce:
     """
 
     name = "ring"
+    in_step = replicated = True
 
     def __init__(
         self,
@@ -82,6 +100,7 @@ class AllReduce:
         is_finite: Any,
         **reducer_options: Any,
     ) -> None:
+        self.workers = tuple(range(comm.size))
         self._reducer = Reducer(comm, parameters, **reducer_options)
         self._comm, self._parameters = comm, parameters
         self._values, self._gradients = values, gradients
@@ -104,7 +123,12 @@ class AllReduce:
         self._optimizer.step(self._values, self._gradients)
         return True
 
-    def exchange(self) -> None:
+    def finish(self) -> None: ...
+
+    def rehearsal(self) -> AbstractContextManager[Callable[[], None]]:
+        return nullcontext(self._exchange)
+
+    def _exchange(self) -> None:
         for parameter in self._parameters:
             self.ready(parameter)
         self._reducer.finish()
@@ -113,6 +137,9 @@ class AllReduce:
         """2(n-1)/n of the gradients' bytes (Patarasu and Yuan, 2009)."""
         n = self._comm.size
         return 2 * (n - 1) / n * self._gradients.nbytes
+
+    def report(self) -> dict[str, Any]:
+        return {}
 
 
 def broadcast_state(comm: Communicator, values: Any, optimizer: Optimizer) -> None:

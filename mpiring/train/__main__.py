@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from mpiring.errors import ArgumentError, LaunchError
+from mpiring.errors import ArgumentError, LaunchError, MismatchError
 from mpiring.train import options as command_line
 from mpiring.train import ranks
 from mpiring.train.ranks import Refused, alike, together
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         world = ranks.world()
     except LaunchError as error:
-        return ranks.refuse(error, ranks.rank_by_launcher())
+        return ranks.refuse_alone(error)
     try:
         return _train(world, together(world, lambda: _given(wanted)))
     except Refused as error:
@@ -52,7 +52,7 @@ def _train(world: Any, wanted: argparse.Namespace) -> int:
     from mpiring.nn import data
     from mpiring.trace import Trace, document
     from mpiring.train import report
-    from mpiring.train.loop import Trainer
+    from mpiring.train.loop import Trainer, share
     from mpiring.train.replica import Replica
 
     rank, size = world.Get_rank(), world.Get_size()
@@ -60,12 +60,16 @@ def _train(world: Any, wanted: argparse.Namespace) -> int:
     together(world, lambda: _check(wanted, rank))
     dataset = together(world, lambda: data.load(wanted.data))
     alike(world, "data", _fingerprint(dataset))
-    replica = together(world, lambda: Replica(dataset, wanted, ranks=size, rank=rank))
+    part = together(world, lambda: share(wanted, size, rank))
+    replica = together(world, lambda: Replica(dataset, wanted, ranks=part[0], rank=part[1]))
     if wanted.resume:
         together(world, lambda: _resume(replica, wanted) if rank == 0 else None)
     comm = together(world, lambda: Communicator(world, progress=wanted.progress))
 
-    trainer = Trainer(comm, replica, wanted)
+    try:
+        trainer = Trainer(comm, replica, wanted)
+    except (ArgumentError, MismatchError) as error:  # ranks that were told alike fail alike
+        raise Refused(str(error)) from error
     trace = Trace(rank, _common_origin(world)) if wanted.trace else None
     if trace:
         trainer.watch(trace)
@@ -78,10 +82,13 @@ def _train(world: Any, wanted: argparse.Namespace) -> int:
             skipped = len(trainer.clock.skipped)
             loss = trainer.epoch(shown.step)
             shown.epoch(replica.epochs, loss, len(trainer.clock.skipped) - skipped)
-            if wanted.save and rank == 0:
+            if wanted.save and rank == 0 and trainer.strategy.replicated:
                 report.write(wanted.save, replica.save())
     finally:
         shown.close()
+    trainer.finish()
+    if wanted.save and rank == 0 and not trainer.strategy.replicated:
+        report.write(wanted.save, replica.save())
 
     everyone: Any = world.gather(trace.events) if trace else None
     results = trainer.results(loss)
@@ -106,7 +113,7 @@ def _check(wanted: argparse.Namespace, rank: int) -> None:
     if wanted.device == "cuda":
         command_line.check_cuda()
     if rank == 0:
-        for name in ("json", "trace", "save"):
+        for name in ("json", "trace", "save", "record"):
             command_line.check_writable(name, getattr(wanted, name))
 
 

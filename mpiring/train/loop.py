@@ -19,10 +19,13 @@ import numpy as np
 
 from mpiring.communicator import Communicator
 from mpiring.engine.progress import ProgressEngine, default_engine
+from mpiring.errors import ArgumentError
 from mpiring.nn.arrays import all_finite
 from mpiring.nn.loss import softmax_cross_entropy
 from mpiring.nn.sampler import Step
 from mpiring.parallel.buckets import MIB
+from mpiring.parallel.placement import roles
+from mpiring.parallel.server_strategy import ServerStrategy
 from mpiring.parallel.strategies import AllReduce, Strategy, broadcast_number, broadcast_state
 from mpiring.trace import Instrument, Ledger
 from mpiring.train.replica import Replica
@@ -59,23 +62,17 @@ class Trainer:
         self.comm, self.replica, self.options = comm, replica, options
         self.engine = engine or default_engine()
         self.dataset, self.model = replica.dataset, replica.model
-        parameters = self.model.parameters
-        self.strategy: Strategy = AllReduce(
-            comm,
-            list(parameters),
-            parameters.values,
-            parameters.gradients,
-            replica.optimizer,
-            all_finite,
-            bucket_bytes=max(1, int(options.bucket_mb * MIB)),
-            first_bucket_bytes=max(1, int(options.first_bucket_mb * MIB)),
-            overlap=options.overlap,
-        )
-        broadcast_state(comm, parameters.values, replica.optimizer)
+        broadcast_state(comm, self.model.parameters.values, replica.optimizer)
         replica.epochs = broadcast_number(comm, replica.epochs)
+        self.strategy = _strategy(comm, replica, options)
+        self.works = comm.rank in self.strategy.workers
         self.clock = Clock()
         self.ledger = Ledger()
         self._watchers: list[Instrument] = []
+        self._losses = np.zeros(2)  # of the latest epoch: their sum, and that of the samples
+        self._finished = False
+        slow, factor = options.slow_rank or (-1, 1.0)
+        self._slowness = factor - 1 if slow == comm.rank else 0.0
 
     def watch(self, instrument: Instrument) -> None:
         """Tell ``instrument`` about the parts of each step."""
@@ -83,22 +80,34 @@ class Trainer:
         self.engine.instruments.append(instrument)
 
     def epoch(self, progress: Callable[[int, float], None]) -> float:
-        """One pass over the training samples; the mean loss over all of them.
+        """One pass over the training samples; the mean loss over all of them, or over this
+        rank's where ranks don't meet after an epoch.
 
         ``progress(samples of the step, loss)`` is called after each step, with
         this rank's mean loss.
         """
         self.engine.instruments.append(self.ledger)
-        losses = np.zeros(1)
+        self._losses = np.zeros(2)
         with _quiet():
-            for step in self.replica.sampler.epoch(self.replica.epochs):
+            for step in self.replica.sampler.epoch(self.replica.epochs) if self.works else ():
                 loss = self._timed(step)
-                losses += loss
+                self._losses += loss, step.samples
                 progress(step.count, loss / max(1, step.samples))
         self.engine.instruments.remove(self.ledger)
         self.replica.epochs += 1
-        self.comm.Allreduce("in place", losses)
-        return float(losses[0]) / self.replica.sampler.samples
+        return self._mean_loss(everyones=self.strategy.in_step)
+
+    def _mean_loss(self, everyones: bool) -> float:
+        losses = self._losses.copy()
+        if everyones:
+            self.comm.Allreduce("in place", losses)
+        return float(losses[0]) / max(1.0, float(losses[1]))
+
+    def finish(self) -> None:
+        """All epochs are over: every rank has the same weights afterwards."""
+        if not self._finished:
+            self._finished = True
+            self.strategy.finish()
 
     def _timed(self, step: Step) -> float:
         clock, strategy = self.clock, self.strategy
@@ -119,9 +128,9 @@ class Trainer:
             with nullcontext() if number == last else self.strategy.no_sync():
                 logits = self.model.forward(x)
                 part, gradient = softmax_cross_entropy(logits, labels, step.count)
-                begin = self._tell("forward", begin)
+                begin = self._computed("forward", begin)
                 for parameter in self.model.backward(gradient, accumulate=number > 0):
-                    begin = self._tell(f"backward {parameter.name}", begin)
+                    begin = self._computed(f"backward {parameter.name}", begin)
                     self.strategy.ready(parameter)
                     begin = self._tell("start and poll", begin)
             loss += float(part)
@@ -129,6 +138,15 @@ class Trainer:
             self.clock.skipped.append(len(self.clock.steps) + 1)
         self._tell("finish and update", begin)
         return loss
+
+    def _computed(self, label: str, begin: float) -> float:
+        """Something has been computed since ``begin``; a slow rank is not ready with it yet."""
+        now = time.perf_counter()
+        until = now + self._slowness * (now - begin)
+        while (left := until - time.perf_counter()) > 0:
+            time.sleep(min(left, 1e-3))
+            self.comm.poll()
+        return self._tell(label, begin)
 
     def _tell(self, label: str, begin: float) -> float:
         end = time.perf_counter()
@@ -156,11 +174,12 @@ class Trainer:
         self.model.parameters.gradients.fill(0)
         times = np.zeros(_REPEATS)
         meeting = np.zeros(1)
-        for i in range(_REPEATS):
-            self.comm.Allreduce("in place", meeting)
-            begin = time.perf_counter()
-            self.strategy.exchange()
-            times[i] = time.perf_counter() - begin
+        with self.strategy.rehearsal() as exchange:
+            for i in range(_REPEATS):
+                self.comm.Allreduce("in place", meeting)
+                begin = time.perf_counter()
+                exchange()
+                times[i] = time.perf_counter() - begin
         self.comm.Allreduce("in place", times, "max")
         return float(np.median(times))
 
@@ -176,18 +195,25 @@ class Trainer:
         """Everything that is reported, the same on every rank.
 
         A step's times are medians over the steps (a mean would tell of the few that the
-        system interrupted, and the exchange alone is a median too) and means over ranks.
+        system interrupted, and the exchange alone is a median too) and means over the ranks
+        that took them. Updates are counted as steps of a rank, each rank's over its own time.
         """
+        self.finish()
         clock, comm = self.clock, self.comm
         accuracy, identical = self.accuracy(), self.identical()
-        steps = len(clock.steps)
-        mine = np.array(
-            [np.median(clock.steps), np.median(clock.exposed), self.ledger.nbytes_sent / steps]
-        )
-        slowest = np.array([sum(clock.steps)])
+        if not self.strategy.in_step:
+            final_loss = self._mean_loss(everyones=True)
+        mine = np.zeros(4)
+        most = np.array([sum(clock.steps), len(clock.steps), clock.samples], np.float64)
+        if self.works:
+            steps = len(clock.steps)
+            mine[:3] = np.median(clock.steps), np.median(clock.exposed), steps / most[0]
+            mine[3] = self.ledger.nbytes_sent / steps
         comm.Allreduce("in place", mine)
-        comm.Allreduce("in place", slowest, "max")
-        step, exposed, sent = (mine / comm.size).tolist()
+        comm.Allreduce("in place", most, "max")
+        updates = float(mine[2])
+        step, exposed, _, sent = (mine / len(self.strategy.workers)).tolist()
+        slowest, steps, samples = float(most[0]), int(most[1]), float(most[2])
         exchange = self.exchange_seconds()
         compute = step - exposed
         return {
@@ -200,7 +226,8 @@ class Trainer:
             "params": self.model.parameters.size,
             "test_accuracy": accuracy,
             "final_loss": final_loss,
-            "samples_per_second": clock.samples / float(slowest[0]),
+            "samples_per_second": samples / slowest,
+            "updates_per_second": updates,
             "step_ms": step * 1e3,
             "compute_ms": compute * 1e3,
             "comm_ms": exchange * 1e3,
@@ -211,7 +238,46 @@ class Trainer:
             "bytes_formula": self.strategy.bytes_per_step(),
             "steps_skipped": clock.skipped,
             "replicas_identical": identical,
+            **self.strategy.report(),
         }
+
+
+def share(options: argparse.Namespace, size: int, rank: int) -> tuple[int, int]:
+    """Among how many ranks the samples are shared out, and which part is this rank's.
+
+    A rank that only serves gets one too, and leaves it. Raises ArgumentError where there is
+    no worker or no server.
+    """
+    if options.slow_rank and options.slow_rank[0] >= size:
+        raise ArgumentError(
+            f"--slow-rank: rank {options.slow_rank[0]} given; allowed are ranks below {size}"
+        )
+    if options.strategy != "server":
+        return size, rank
+    workers = roles(size, options.servers).workers
+    return len(workers), workers.index(rank) if rank in workers else 0
+
+
+def _strategy(comm: Communicator, replica: Replica, options: argparse.Namespace) -> Strategy:
+    parameters = replica.model.parameters
+    given = comm, list(parameters), parameters.values, parameters.gradients, replica.optimizer
+    buckets = {
+        "bucket_bytes": max(1, int(options.bucket_mb * MIB)),
+        "first_bucket_bytes": max(1, int(options.first_bucket_mb * MIB)),
+        "overlap": options.overlap,
+    }
+    if options.strategy == "ring":
+        return AllReduce(*given, all_finite, **buckets)
+    return ServerStrategy(
+        *given,
+        all_finite,
+        mode=options.server_mode,
+        staleness=options.staleness,
+        servers=options.servers,
+        record=options.record,
+        replay=options.replay,
+        **buckets,
+    )
 
 
 def hidden_percent(communication: float, compute: float, both: float) -> float | None:

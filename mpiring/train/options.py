@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpiring.errors import ArgumentError, DeviceError
+from mpiring.parallel.protocol import MODES, lead_of
 from mpiring.transport.launcher import launched
 
 
@@ -15,8 +16,8 @@ def parser() -> argparse.ArgumentParser:
     p = _Parser(
         prog="mpirun -n RANKS python -m mpiring.train",
         usage="%(prog)s [options]",
-        description="Train a multilayer perceptron on all ranks, gradients exchanged over a ring "
-        "while the backward pass is still running.",
+        description="Train a multilayer perceptron on all ranks, gradients exchanged over a ring, "
+        "or by parameter servers, while the backward pass is still running.",
         formatter_class=_Help,
     )
     data = p.add_argument_group("data and model")
@@ -58,6 +59,10 @@ def parser() -> argparse.ArgumentParser:
 
     exchange = p.add_argument_group("gradient exchange")
     exchange.add_argument(
+        "--strategy", choices=("ring", "server"), default="ring",
+        help="all-reduce over a ring, or parameter servers",
+    )  # fmt: skip
+    exchange.add_argument(
         "--accumulate", type=_whole_number(1), default=1, metavar="K",
         help="cut each rank's part of a batch into K micro-batches (fewer where it has fewer "
         "samples) and exchange once, after the last; nothing is carried over to the next step",
@@ -79,6 +84,36 @@ def parser() -> argparse.ArgumentParser:
         help="what moves messages: polls between layers, or a thread too",
     )  # fmt: skip
 
+    server = p.add_argument_group("parameter servers", "with --strategy server")
+    server.add_argument(
+        "--server-mode", choices=MODES,
+        help="sync: an update takes the gradients of all workers; async: each worker's at once; "
+        "ssp: so too, but nobody runs further ahead than --staleness (default: sync)",
+    )  # fmt: skip
+    server.add_argument(
+        "--staleness", type=_whole_number(0), metavar="S",
+        help="ssp only: steps that a worker may be ahead of the slowest",
+    )  # fmt: skip
+    server.add_argument(
+        "--servers", metavar="K|colocated",
+        help="the last K ranks serve and do nothing else; colocated: every rank trains and serves; "
+        "colocated:K: every rank trains, the first K serve too (default: colocated)",
+    )  # fmt: skip
+    server.add_argument(
+        "--record", metavar="FILE", help="write in which order the servers applied what came"
+    )
+    server.add_argument(
+        "--replay", metavar="FILE",
+        help="apply it in that order again: the same bits, all other options being the same",
+    )  # fmt: skip
+
+    testing = p.add_argument_group("testing")
+    testing.add_argument(
+        "--slow-rank", type=_slow_rank, metavar="R:FACTOR",
+        help="rank R takes FACTOR times as long to compute: it sleeps and polls after each layer, "
+        "as if a slower device did the work",
+    )  # fmt: skip
+
     machine = p.add_argument_group("machine and files")
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     machine.add_argument("--json", metavar="FILE", help="write the results as JSON")
@@ -87,7 +122,8 @@ def parser() -> argparse.ArgumentParser:
     )
     machine.add_argument(
         "--save", metavar="FILE",
-        help="write weights and optimizer after each epoch (.npz), whole or not at all",
+        help="write weights and optimizer (.npz) after each epoch, with servers after the last; "
+        "whole or not at all",
     )  # fmt: skip
     machine.add_argument(
         "--resume", metavar="FILE", help="go on from what --save wrote; only rank 0 reads it"
@@ -100,7 +136,31 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser().parse_args(arguments)
     if options.lr is None:
         options.lr = {"sgd": 0.05, "adam": 0.001}[options.optimizer]
+    _settle_servers(options)
     return options
+
+
+def _settle_servers(options: argparse.Namespace) -> None:
+    defaults = {
+        "server_mode": "sync",
+        "staleness": None,
+        "servers": "colocated",
+        "record": None,
+        "replay": None,
+    }
+    for name, default in defaults.items():
+        given = getattr(options, name)
+        option = "--" + name.replace("_", "-")
+        if given is None:
+            setattr(options, name, default)
+        elif options.strategy != "server":
+            raise ArgumentError(f"{option}: {given} given; allowed with --strategy server only")
+        elif name in ("record", "replay") and options.server_mode == "sync":
+            raise ArgumentError(
+                f"{option}: {given} given, but sync has the same result in every order; allowed "
+                "with --server-mode async and ssp"
+            )
+    lead_of(options.server_mode, options.staleness)
 
 
 def check_writable(name: str, path: str | None) -> None:
@@ -188,6 +248,14 @@ def _sizes(text: str) -> tuple[int, ...]:
     if min(sizes) < 1:
         raise _wrong(text, "whole numbers from 1 with commas between them, or none")
     return sizes
+
+
+def _slow_rank(text: str) -> tuple[int, float]:
+    rank, _, factor = text.partition(":")
+    try:
+        return _whole_number(0)(rank), _number(1)(factor)
+    except argparse.ArgumentTypeError:
+        raise _wrong(text, "a rank, a colon and a factor from 1, as in 3:5") from None
 
 
 def _wrong(text: str, allowed: str) -> argparse.ArgumentTypeError:

@@ -154,15 +154,26 @@ def say(text: str) -> None:
 def headline(trainer: Trainer, library: str) -> str:
     """What is trained, on what, and how: before it begins."""
     options, parameters, size = trainer.options, trainer.model.parameters, trainer.comm.size
+    strategy = trainer.strategy
     sizes = "-".join(map(str, trainer.model.sizes))
     lines = [
         f"{trainer.dataset.name}: {len(trainer.dataset.y_train):,} samples, MLP {sizes} "
         f"({parameters.size:,} parameters, {options.dtype})",
-        f"{size} rank{'s' * (size > 1)}, {library}, gradients exchanged "
+        f"{_counted(size, 'rank')}, {library}, gradients exchanged "
         f"{'behind' if options.overlap else 'after'} backward",
         f"{options.optimizer}, lr {options.lr:g}; gradients are means over the "
         f"{options.batch_size} samples of all ranks together",
     ]
+    if options.strategy == "server":
+        mode = options.server_mode
+        if mode == "ssp":
+            mode += f", {_counted(options.staleness, 'step')} ahead of the slowest at most"
+        workers = _counted(len(strategy.workers), "rank")
+        lines.append(f"parameter servers: {options.servers}; workers: {workers}; {mode}")
+    if options.slow_rank:
+        lines.append("rank {} takes {:g} times as long to compute".format(*options.slow_rank))
+    if not strategy.in_step:
+        lines.append("each worker's gradient is an update; losses on the way are those of rank 0")
     if options.resume:
         done = trainer.replica.epochs
         lines.append(f"{done} epoch{'s' * (done > 1)} done: {options.resume}")
@@ -172,7 +183,7 @@ def headline(trainer: Trainer, library: str) -> str:
 def table(results: dict[str, Any]) -> str:
     """The results for a person: aligned, with units, formulas named."""
     r = results
-    n, skipped, hidden = r["ranks"], r["steps_skipped"], r["hidden_percent"]
+    skipped, hidden = r["steps_skipped"], r["hidden_percent"]
     rows = [
         ("test accuracy", f"{100 * r['test_accuracy']:.2f} %"),
         ("final loss", f"{r['final_loss']:.4g}", "mean over the last epoch"),
@@ -189,7 +200,8 @@ def table(results: dict[str, Any]) -> str:
         ),
         None,
         ("sent per rank and step", size(r["bytes_sent_per_rank_per_step"]), "measured"),
-        ("  formula", size(r["bytes_formula"]), f"2(n-1)/n S, n = {n}"),
+        ("  formula", size(r["bytes_formula"]), _formula(r)),
+        *_server_rows(r),
         ("replicas identical", "yes" if r["replicas_identical"] else "NO", "bit for bit"),
     ]
     if skipped:
@@ -210,6 +222,57 @@ def table(results: dict[str, Any]) -> str:
         ]
         lines += ["  hides behind is the computing of the ranks that it takes a core from."]
     return "\n".join(["", *lines])
+
+
+def _formula(r: dict[str, Any]) -> str:
+    if r["strategy"] == "ring":
+        return f"2(n-1)/n S, n = {r['ranks']}"
+    return "each key to its server and back, mean over ranks"
+
+
+def _server_rows(r: dict[str, Any]) -> list[Any]:
+    """What a parameter server adds: its traffic, its updates, and how stale they were."""
+    if r["strategy"] != "server":
+        return []
+    into, out = size(r["server_bytes_in"]), size(r["server_bytes_out"])
+    rows = [
+        ("busiest server, in and out", size(r["server_bytes"]), f"a step: {into} in, {out} out"),
+        ("  formula", size(r["server_bytes_formula"]), _server_formula(r)),
+        ("updates per second", f"{r['updates_per_second']:,.1f}", "gradients of a worker applied"),
+        ("updates lost", str(r["updates_lost"])),
+    ]
+    title, groups = "staleness, versions", _grouped(r["staleness_histogram"])
+    total, most = sum(groups.values()), max(groups.values(), default=0)
+    for versions, count in groups.items():
+        bar = "#" * math.ceil(30 * count / most)
+        rows.append((f"{title:<20}{versions:>6}", f"{100 * count / total:.1f} %", bar))
+        title = ""
+    return rows
+
+
+def _server_formula(r: dict[str, Any]) -> str:
+    n, k = len(r["workers"]), len(r["servers"])
+    if k == r["ranks"]:
+        return f"about 2 x 2(n-1)/n S, n = {n}: shares differ by less than a message"
+    if set(r["servers"]) & set(r["workers"]):
+        return f"2 x (n-1) S, n = {n}" if k == 1 else f"n = {n} workers, {k} of them servers too"
+    return f"2 x n S/{k}, n = {n}" if k > 1 else f"2 x n S, n = {n}"
+
+
+def _grouped(histogram: dict[int, int], rows: int = 12) -> dict[str, int]:
+    """Counts by versions, in at most ``rows`` ranges of equal width."""
+    stop = max(histogram, default=-1) + 1
+    width = -(-stop // rows) or 1
+    return {
+        str(start) if width == 1 else f"{start}-{start + width - 1}": sum(
+            histogram.get(versions, 0) for versions in range(start, start + width)
+        )
+        for start in range(0, stop, width)
+    }
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def size(nbytes: float) -> str:

@@ -14,6 +14,7 @@ from mpiring.train import report
 
 RESULTS: dict[str, Any] = {
     "ranks": 4,
+    "strategy": "ring",
     "steps": 69,
     "test_accuracy": 0.97463,
     "final_loss": 0.001495,
@@ -96,16 +97,15 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("broken", ["write_bytes", "replace"])
+@pytest.mark.parametrize(("place", "broken"), [(Path, "write_bytes"), (os, "replace")])
 def test_a_write_that_fails_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, broken: str
 ) -> None:
     path = tmp_path / "out"
     report.write(str(path), "old")
 
-    def full(*arguments: Any) -> None:
-        if broken == "write_bytes":
-            Path(str(arguments[0])).touch()  # some of it is there already
+    def full(beside: Path, *arguments: Any) -> None:
+        beside.touch()  # some of it is there already
         raise OSError("no space left")
 
     monkeypatch.setattr(
