@@ -19,6 +19,8 @@ from mpiring.transport.launcher import disagreement, launched
 
 T = TypeVar("T")
 
+_TO_SAY_IT = 2.0  #: seconds
+
 
 class Refused(MpiringError):
     """A mistake that every rank knows of, and was told in the same words."""
@@ -48,12 +50,6 @@ def library() -> str:
 
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
-
-
-def rank_by_launcher() -> int:
-    """This process's rank as far as it is known without MPI."""
-    launch = launched()
-    return launch.rank if launch else 0
 
 
 def together(comm: Any, action: Callable[[], T]) -> T:
@@ -91,6 +87,16 @@ def refuse(error: Exception, rank: int) -> int:
         sys.stderr.write(f"mpiring.train: {error}\n")
         sys.stderr.flush()
     return 2
+
+
+def refuse_alone(error: Exception) -> int:
+    """The same where ranks cannot meet in MPI_Finalize: rank 0 is given time to say it, as
+    launchers end all processes when the first one leaves with an error."""
+    launch = launched()
+    rank = launch.rank if launch else 0
+    if rank:
+        time.sleep(_TO_SAY_IT)
+    return refuse(error, rank)
 
 
 def abort(comm: Any) -> int:

@@ -90,7 +90,7 @@ def test_files_that_are_none(small: Dataset, saved: Path, tmp_path: Path) -> Non
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     for name in (*contents, "absent", "array.npy", "."):
-        with pytest.raises(ArgumentError, match="--resume: .* cannot be read"):
+        with pytest.raises(ArgumentError, match=r"--resume: .* cannot be read"):
             replica(small, *SGD).load(str(tmp_path / name))
 
 
@@ -98,5 +98,5 @@ def test_damage_inside_is_found(small: Dataset, saved: Path) -> None:
     octets = bytearray(saved.read_bytes())
     octets[300] ^= 0xFF
     saved.write_bytes(octets)
-    with pytest.raises(ArgumentError, match="--resume: .* cannot be read"):
+    with pytest.raises(ArgumentError, match=r"--resume: .* cannot be read"):
         replica(small, *SGD).load(str(saved))

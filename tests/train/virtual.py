@@ -63,13 +63,12 @@ def alone(dataset: Dataset, *arguments: str, skip: tuple[int, ...] = ()) -> tupl
     the steps ``skip`` (from 1) without an update."""
     options = command_line.parse([*SMALL, *arguments])
     replica = Replica(dataset, options)
+    sampler = Sampler(len(dataset.y_train), options.batch_size, seed=options.seed)
     flat = replica.model.parameters
     losses, number = [], 0
     for epoch in range(options.epochs):
         total = 0.0
-        for step in Sampler(len(dataset.y_train), options.batch_size, seed=options.seed).epoch(
-            epoch
-        ):
+        for step in sampler.epoch(epoch):
             (batch,) = step.micro_batches
             x, labels = dataset.train_batch(batch, options.dtype)
             loss, gradient = softmax_cross_entropy(replica.model.forward(x), labels, len(batch))
