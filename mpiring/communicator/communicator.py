@@ -64,7 +64,7 @@ from mpiring.task import Completion, Task
 from mpiring.transport.base import Transport
 
 #: Collectives under way at which a new one first gives the old ones time to end.
-_CROWD = 256
+_CROWD, _CHANCES = 256, 2
 _SEEN = 4096  # signatures remembered as agreed
 _MEETING = -1  # in the place of a slot
 
@@ -754,10 +754,13 @@ class Communicator:
             self._engine.finish(holder.execution)
         if len(self._flying) >= 2 * self._pruned + 64:
             self._prune()
-        # Many under way: let them end first, but never wait for a rank that has not called.
-        for _ in range(_CROWD if self._engine.active > _CROWD else 0):
-            self._engine.poll()
-            os.sched_yield()
+        # Many under way: give them a chance to end first, but never wait for a rank that has not
+        # called. A poll asks each of them, so the more there are, the rarer it is.
+        active = self._engine.active
+        if active > _CROWD and self._calls % (active // _CROWD) == 0:
+            for _ in range(_CHANCES):
+                os.sched_yield()
+                self._engine.poll()
 
     def _prune(self) -> None:
         """Forget what has ended."""
