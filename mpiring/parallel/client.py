@@ -17,7 +17,6 @@ from mpiring.parallel.placement import Key
 from mpiring.parallel.protocol import Done, Failed, Pull
 from mpiring.parallel.service import CONTROL, answer_slot, encode, push_slot
 from mpiring.parallel.worker import WorkerState
-from mpiring.transport.base import Receive
 
 
 def piece(array: Array, key: Key) -> Array:
@@ -48,20 +47,20 @@ class Client:
         self._parameters, self._keys, self._servers = parameters, keys, servers
         self._links, self._outbox = links, outbox
         self._pieces: list[list[int]] = [[] for _ in parameters]
-        self._receives: list[Receive] = []
+        receives = []
         for number, key in enumerate(keys):
             self._pieces[key.bucket].append(number)
             view = piece(parameters[key.bucket], key)
-            self._receives.append(links.receive(view, servers[key.server], answer_slot(number)))
+            receives.append(links.receive(view, servers[key.server], answer_slot(number)))
+        self._inlet = links.inlet(receives)
         self._bound: dict[int, tuple[Array, list[Parcel]]] = {}
         self._pulled: set[int] = set()
-        self._expected: dict[int, Receive] = {}
         self._gated = Gated()
 
     @property
     def idle(self) -> bool:
         """Whether all that was allowed to come has come, and all has begun that was asked for."""
-        return not self._expected and self._gated.empty
+        return self._inlet.empty and self._gated.empty
 
     @property
     def missing(self) -> list[int]:
@@ -110,9 +109,8 @@ class Client:
 
     def advance(self) -> bool:
         moved = self._gated.advance()
-        over = [key for key, receive in self._expected.items() if receive.done()]
+        over = self._inlet.ended()
         for key in over:
-            del self._expected[key]
             self.state.receive(key)
             if self._servers[self._keys[key].server] != self._links.rank:
                 self.received["final" if self.state.left else "pull"] += self._keys[key].size
@@ -148,8 +146,7 @@ class Client:
     def _receive(self, keys: Sequence[int]) -> None:
         for key in keys:
             if key in self.state.owed:
-                self._expected[key] = self._receives[key]
-                self._receives[key].start()
+                self._inlet.start(key)
 
     def _tell(self, messages: Sequence[tuple[int, Pull | Done | Failed]]) -> None:
         for server, message in messages:

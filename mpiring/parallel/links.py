@@ -50,6 +50,10 @@ class Links:
             return _End(self._meeting(slot), "target", view)
         return self._transport.recv(view, peer, slot, persistent=True)
 
+    def inlet(self, receives: Sequence[Receive]) -> Inlet:
+        """What ``receive`` gave, to be asked all together."""
+        return Inlet(receives, self._transport)
+
     def _meeting(self, slot: int) -> _Meeting:
         return self._meetings.setdefault(slot, _Meeting())
 
@@ -105,6 +109,46 @@ class _End:
         if not self.over:
             del self._meeting.ends[self.role]
             self.over = True
+
+
+class Inlet:
+    """Receives known by their places. Asked often and nearly always in vain, so all at once."""
+
+    def __init__(self, receives: Sequence[Receive], transport: Transport) -> None:
+        self._receives = receives
+        self._started: set[int] = set()
+        # A message to oneself is none of the transport's.
+        self._far = [i for i, each in enumerate(receives) if not isinstance(each, _End)]
+        self._alone = [i for i, each in enumerate(receives) if isinstance(each, _End)]
+        self._some = transport.some([receives[i] for i in self._far])
+        if self._some is None:
+            self._alone = list(range(len(receives)))
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing that was started is still to come."""
+        return not self._started
+
+    def start(self, place: int) -> None:
+        self._started.add(place)
+        self._receives[place].start()
+
+    def expects(self, place: int) -> bool:
+        return place in self._started
+
+    def cancel(self, place: int) -> None:
+        self._started.remove(place)
+        self._receives[place].cancel()
+
+    def ended(self) -> list[int]:
+        """The places of receives that have ended since they were started; each told once."""
+        if not self._started:
+            return []
+        over = [i for i in self._alone if i in self._started and self._receives[i].done()]
+        if self._some is not None:
+            over += [self._far[i] for i in self._some()]
+        self._started.difference_update(over)
+        return over
 
 
 class Parcel:

@@ -178,23 +178,29 @@ class Service:
         self._busy: dict[int, _Lane] = {}
         self._inbox: dict[int, deque[Message]] = {worker: deque() for worker in state.workers}
         self._said = {worker: np.zeros(2, np.int64) for worker in state.workers}
-        self._receives: dict[tuple[int, int], Receive] = {}
-        self._expected: dict[tuple[int, int], Receive] = {}
+        self._receives: list[Receive] = []
+        self._origin: list[tuple[int, int]] = []  # worker and key of each of these
+        self._place: dict[tuple[int, int], int] = {}  # the inverse
         self._came = dict.fromkeys(state.workers, 0)  # pushes of each worker
         self._failing: dict[int, int] = {}  # pushes that a failing worker has sent
         self._gone: set[int] = set()  # workers that send nothing more
         for worker in state.workers:
-            receive = links.receive(self._said[worker], worker, push_slot(CONTROL))
-            self._receives[worker, CONTROL] = receive
-            self._expect(worker, CONTROL)
+            self._receive(self._said[worker], worker, CONTROL)
             for lane in self._lanes.values():
                 self._bind(lane, worker)
-                self._expect(worker, lane.key)
+        self._inlet = links.inlet(self._receives)
+        for place in self._place:
+            self._expect(*place)
+
+    def _receive(self, view: Array, worker: int, key: int) -> None:
+        self._place[worker, key] = len(self._origin)
+        self._origin.append((worker, key))
+        self._receives.append(self._links.receive(view, worker, push_slot(key)))
 
     def _bind(self, lane: _Lane, worker: int) -> None:
         count, dtype = lane.values.size, lane.values.dtype
         push = lane.pushes[worker] = lane.device.empty(count, dtype)
-        self._receives[worker, lane.key] = self._links.receive(push, worker, push_slot(lane.key))
+        self._receive(push, worker, lane.key)
         source = lane.values
         if self.state.mode != "sync":
             source = lane.copies[worker] = lane.device.empty(count, dtype)
@@ -225,9 +231,8 @@ class Service:
 
     def _collect(self) -> bool:
         """Put what has come into the inbox."""
-        over = [place for place, receive in self._expected.items() if receive.done()]
-        for worker, key in over:
-            del self._expected[worker, key]
+        over = self._inlet.ended()
+        for worker, key in [self._origin[place] for place in over]:
             if key == CONTROL:
                 self._hear(worker)
             else:
@@ -257,16 +262,16 @@ class Service:
                 self._failing[worker] = pushes
 
     def _expect(self, worker: int, key: int) -> None:
-        place = worker, key
-        if worker not in self._gone and place not in self._expected:
-            self._expected[place] = self._receives[place]
-            self._receives[place].start()
+        place = self._place[worker, key]
+        if worker not in self._gone and not self._inlet.expects(place):
+            self._inlet.start(place)
 
     def _forget(self, worker: int) -> None:
         """Nothing more will come from there."""
         self._gone.add(worker)
-        for place in [place for place in self._expected if place[0] == worker]:
-            self._expected.pop(place).cancel()
+        for place, (sender, _) in enumerate(self._origin):
+            if sender == worker and self._inlet.expects(place):
+                self._inlet.cancel(place)
 
     def _carry_out(self, command: Command) -> None:
         match command:

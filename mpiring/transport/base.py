@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from mpiring.task import Task
@@ -34,6 +35,12 @@ class Transport(Protocol):
 
     def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Receive:
         """A task that receives into ``view`` from ``peer``."""
+        ...
+
+    def some(self, receives: Sequence[Receive]) -> Callable[[], Iterable[int]] | None:
+        """A call that tells the places of those persistent receives that have ended since it was
+        called last, cheaper than by asking each; None where it would not be.
+        """
         ...
 
     def duplicate(self) -> Transport:

@@ -9,6 +9,7 @@ Isend and Irecv. Every receive checks how many bytes came. A view above
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -39,6 +40,12 @@ class MpiTransport:
     def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Receive:
         kind = _PersistentRecv if persistent else _Recv
         return self._whole([kind(self.comm, part, peer, slot) for part in self._parts(view)])
+
+    def some(self, receives: Sequence[Receive]) -> Callable[[], Iterable[int]] | None:
+        # What travels in parts is large, and asked for itself.
+        if all(isinstance(receive, _PersistentRecv) for receive in receives):
+            return _Some(receives).ended
+        return None
 
     def duplicate(self) -> MpiTransport:
         comm = self.comm.Dup()
@@ -95,6 +102,9 @@ class _Receive:
     __slots__ = ("_octets", "_peer", "_request", "_slot", "_status", "_test")
     immediate = False
 
+    _request: Any
+    _test: Callable[[MPI.Status], bool]
+
     def __init__(self, octets: Any, peer: int, slot: int) -> None:
         self._octets, self._peer, self._slot = octets, peer, slot
         self._status = MPI.Status()
@@ -105,9 +115,13 @@ class _Receive:
                 return False
         except MPI.Exception as error:
             raise TransportError(self._tell(error.Get_error_string())) from None
-        if self._status.Get_count(_BYTE) != self._octets.size:
-            raise TransportError(self._tell(f"{self._status.Get_count(_BYTE)} came"))
+        self.check(self._status)
         return True
+
+    def check(self, status: MPI.Status) -> None:
+        """Raise TransportError unless as many bytes came as were agreed."""
+        if status.Get_count(_BYTE) != self._octets.size:
+            raise TransportError(self._tell(f"{status.Get_count(_BYTE)} came"))
 
     def cancel(self) -> None:
         """Take back the latest start, which nothing will match any more."""
@@ -148,6 +162,24 @@ class _PersistentRecv(_Receive):
 
     def __del__(self) -> None:
         _free(getattr(self, "_request", None))
+
+
+class _Some:
+    """Many persistent receives asked by one call; MPI passes over those that are not started."""
+
+    def __init__(self, receives: Sequence[Any]) -> None:
+        self._receives = receives
+        self._requests = [receive._request for receive in receives]
+        self._statuses = [MPI.Status() for _ in receives]
+
+    def ended(self) -> Iterable[int]:
+        try:
+            places = MPI.Request.Testsome(self._requests, self._statuses)
+        except MPI.Exception as error:
+            raise TransportError(f"one of several receives: {error.Get_error_string()}") from None
+        for place, status in zip(places or (), self._statuses):
+            self._receives[place].check(status)
+        return places or ()
 
 
 class _Parts:
