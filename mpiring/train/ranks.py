@@ -8,6 +8,7 @@ all exit with 2. What goes wrong later, on whichever rank, ends the job by ``abo
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -19,7 +20,10 @@ from mpiring.transport.launcher import disagreement, launched
 
 T = TypeVar("T")
 
-_TO_SAY_IT = 2.0  #: seconds
+#: Seconds for which ranks that end in an error let rank 0 be the first.
+_TO_SAY_IT = 2.0
+#: Seconds between a rank's last words and its end: launchers drop what they have not read by then.
+_HEARD_AFTER = 0.2
 
 
 class Refused(MpiringError):
@@ -29,19 +33,37 @@ class Refused(MpiringError):
 def world() -> Any:
     """MPI's world, or LaunchError with what to do."""
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # a look at the launch comes first
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"no MPI library ({error}): pip install 'mpiring[mpich]', or install your "
             "cluster's mpi4py; python -m mpiring.doctor tells more"
         ) from None
-    wrong = disagreement(launched(), MPI.COMM_WORLD.Get_size())
+    wrong = _would_abort(MPI.Get_library_version())
+    if not wrong:
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        wrong = disagreement(launched(), MPI.COMM_WORLD.Get_size())
     if wrong:
         raise LaunchError(
             f"{wrong}; use the mpirun of the environment that holds mpi4py "
             f"({library()}); python -m mpiring.doctor tells more"
         )
     return MPI.COMM_WORLD
+
+
+def _would_abort(library_version: str) -> str | None:
+    """Why MPI_Init would end this process without a chance to say why, or None: MPICH does where
+    it finds PMIx, the interface of Open MPI's launcher, and was not built for it."""
+    launch = launched()
+    if launch is None or "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        return None
+    if "MPICH configure" not in library_version or "pmix" in library_version:
+        return None
+    return f"{launch.launcher} started {launch.size} processes, and MPICH does not understand it"
 
 
 def library() -> str:
@@ -105,6 +127,7 @@ def abort(comm: Any) -> int:
     rank = comm.Get_rank()
     sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
     sys.stderr.flush()
+    time.sleep(_HEARD_AFTER)
     comm.Abort(1)
     return 1
 
