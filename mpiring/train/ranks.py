@@ -45,7 +45,8 @@ def world() -> Any:
     wrong = _would_abort(MPI.Get_library_version())
     if not wrong:
         if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            level = os.environ.get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
+            MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))  # as mpi4py would have
         wrong = disagreement(launched(), MPI.COMM_WORLD.Get_size())
     if wrong:
         raise LaunchError(

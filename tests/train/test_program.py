@@ -102,6 +102,14 @@ def test_help_is_printed_once() -> None:
     assert done.stderr == ""
 
 
+def test_a_progress_thread_needs_an_mpi_for_threads(data: str) -> None:
+    argv = [*TRAIN, *TINY, "--data", data, "--progress", "thread"]
+    done = launch(2, argv, env={"MPI4PY_RC_THREAD_LEVEL": "serialized"})
+    assert done.returncode == 2
+    assert done.stderr.count("progress: 'thread' needs MPI_THREAD_MULTIPLE") == 1
+    assert done.stderr.startswith("mpiring.train: ") and done.stderr.count("\n") == 1
+
+
 @dataclass(frozen=True)
 class Mixed(Installation):
     """The launcher of one MPI, and Python with another."""
