@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from mpiring.errors import ArgumentError, DtypeError, MismatchError, StallError
+from mpiring.errors import ArgumentError, DtypeError, MismatchError, MpiringError, StallError
 
 #: Seconds without movement after which a rank tells the others what it is in.
 TELL_AFTER = 1.0
@@ -140,7 +140,8 @@ class Agreement:
 def complaint(error: Exception) -> str:
     """The record of a rank whose own arguments are wrong."""
     kind = "DtypeError" if isinstance(error, DtypeError) else "ArgumentError"
-    return f"{_COMPLAINT}{kind}:{error}"
+    what = "" if isinstance(error, MpiringError) else f"{type(error).__name__}: "
+    return f"{_COMPLAINT}{kind}:{what}{error}"
 
 
 class Agreed:

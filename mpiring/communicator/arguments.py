@@ -73,8 +73,8 @@ def operand(spec: Any, name: str, *, writable: bool, blocks: int = 1) -> Operand
     whole, unit = _whole(array, datatype, name, writable)
     if count is None and displ is None:
         return whole
-    start = 0 if displ is None else unit * _integer(displ, name)
-    stop = whole.count if count is None else start + unit * blocks * _integer(count, name)
+    start = 0 if displ is None else unit * integer(displ, name)
+    stop = whole.count if count is None else start + unit * blocks * integer(count, name)
     if not 0 <= start <= stop <= whole.count:
         at = f" from element {start}" if start else ""
         raise ArgumentError(
@@ -133,10 +133,10 @@ def integers(
     try:
         listed = list(value)
     except TypeError:
-        return [spread(i, _integer(value, name)) for i in range(number)]
+        return [spread(i, integer(value, name)) for i in range(number)]
     if len(listed) != number:
         raise ArgumentError(f"{name}: {len(listed)} integers given; {number} are needed")
-    return [_integer(each, name) for each in listed]
+    return [integer(each, name) for each in listed]
 
 
 def _unfold(spec: Any, name: str, *, pairs: tuple[type, ...]) -> tuple[Any, Any, Any, Any]:
@@ -179,7 +179,8 @@ def _is_datatype(value: Any) -> bool:
     return isinstance(value, str) or (mpi is not None and isinstance(value, mpi.Datatype))
 
 
-def _integer(value: Any, name: str) -> int:
+def integer(value: Any, name: str) -> int:
+    """``value`` as an int; ArgumentError if it is none."""
     try:
         return operator.index(value)
     except TypeError:

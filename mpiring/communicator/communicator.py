@@ -36,6 +36,7 @@ from mpiring.communicator.agreement import (
 )
 from mpiring.communicator.arguments import (
     Operand,
+    integer,
     integers,
     is_in_place,
     operand,
@@ -45,7 +46,7 @@ from mpiring.communicator.arguments import (
 from mpiring.communicator.call import Call, Memory, borrowing, persistent
 from mpiring.communicator.operations import SUM, Operation
 from mpiring.device.base import Device
-from mpiring.device.host import HostDevice, check_reduction
+from mpiring.device.host import HostDevice
 from mpiring.engine.execution import Binding, Execution
 from mpiring.engine.progress import ProgressEngine, default_engine
 from mpiring.engine.request import Request
@@ -533,6 +534,7 @@ class Communicator:
         return self._packed(plan, data, source, None, record)
 
     def _bcast(self, buf: Any, root: int) -> Call:
+        root = integer(root, "root")
         data = operand(buf, "buf", writable=self.rank != root)
         if not 0 <= root < self.size:
             raise ArgumentError(f"root: {root} given; allowed are ranks 0 to {self.size - 1}")
@@ -547,9 +549,7 @@ class Communicator:
         in_place = is_in_place(sendbuf)
         data = operand(recvbuf, "recvbuf", writable=True, blocks=blocks if in_place else 1)
         operation = operations.resolve(op)
-        operations.check_mean(operation, data.dtype)
-        operations.check_user(operation, data.dtype)
-        check_reduction(operation.reduction, data.dtype)
+        operations.check(operation, data.dtype)
         if in_place:
             return data, None, operation
         source = operand(sendbuf, "sendbuf", writable=False, blocks=blocks)
@@ -643,6 +643,8 @@ class Communicator:
         flight = Flight(None, execution)
 
         def begin() -> list[Completion]:
+            if self._freed:
+                raise ArgumentError("Start: the request's communicator has been freed")
             self._flying[slot] = flight
             return self._entry(call)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiring.device.base import Reduction
+from mpiring.device.host import check_reduction
 from mpiring.errors import ArgumentError, DtypeError
 
 SUM = Reduction("sum")
@@ -53,8 +54,9 @@ def _from_mpi(mpi: Any, op: Any) -> Reduction:
     for name in _NAMES:
         if op == getattr(mpi, name.upper()):
             return Reduction(name)
-    if op == mpi.OP_NULL or op.is_predefined:
-        raise ArgumentError(f"op: {op.name if op else 'OP_NULL'} is no reduction of all ranks")
+    for name in ("OP_NULL", "REPLACE", "NO_OP"):
+        if op == getattr(mpi, name):
+            raise ArgumentError(f"op: MPI.{name} is no reduction of all ranks")
     if not op.Is_commutative():
         raise ArgumentError(
             "op: not commutative; a ring adds each chunk in another order of ranks. "
@@ -70,10 +72,22 @@ def _local(mpi: Any, op: Any) -> Any:
     return apply
 
 
-def check_user(op: Operation, dtype: np.dtype) -> None:
+def check(op: Operation, dtype: np.dtype) -> None:
+    """DtypeError where the operation, as named by the caller, cannot take ``dtype``."""
+    if op.mean and not (dtype.kind in "fc" or dtype.name == "bfloat16"):
+        raise DtypeError(f"op: the mean of {dtype} is not {dtype}; it takes floating-point numbers")
+    if op.name in ("maxloc", "minloc") and len(dtype.names or ()) != 2:
+        raise DtypeError(
+            f"op: {op.name} is not defined for dtype {dtype}; it takes (value, index) pairs"
+        )
+    if op.reduction.function is not None:
+        _check_user(dtype)
+    else:
+        check_reduction(op.reduction, dtype)
+
+
+def _check_user(dtype: np.dtype) -> None:
     """A user-made MPI.Op sees MPI datatypes: DtypeError where MPI has none."""
-    if op.reduction.function is None:
-        return
     from mpi4py.util import dtlib
 
     try:
@@ -82,11 +96,6 @@ def check_user(op: Operation, dtype: np.dtype) -> None:
         raise DtypeError(
             f"op: a user-made MPI.Op needs a dtype that MPI knows, not {dtype}"
         ) from None
-
-
-def check_mean(op: Operation, dtype: np.dtype) -> None:
-    if op.mean and not (dtype.kind in "fc" or dtype.name == "bfloat16"):
-        raise DtypeError(f"op: the mean of {dtype} is not {dtype}; it takes floating-point numbers")
 
 
 def is_half(dtype: np.dtype) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from mpi4py import MPI
 
+from mpiring import Communicator
+
 
 @pytest.fixture
 def comm() -> Iterator[MPI.Intracomm]:
@@ -14,3 +16,11 @@ def comm() -> Iterator[MPI.Intracomm]:
     comm = MPI.COMM_WORLD.Dup()
     yield comm
     comm.Free()
+
+
+@pytest.fixture
+def ring(comm: MPI.Intracomm) -> Iterator[Communicator]:
+    """The same ranks, with our collectives."""
+    ring = Communicator(comm)
+    yield ring
+    ring.Free()
