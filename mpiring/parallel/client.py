@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from mpiring.device.base import Array
-from mpiring.parallel.links import Gated, Links, Outbox, Parcel, device_of
+from mpiring.parallel.links import Gated, Links, Outbox, Parcel
 from mpiring.parallel.placement import Key
 from mpiring.parallel.protocol import Done, Failed, Pull
 from mpiring.parallel.service import CONTROL, answer_slot, encode, push_slot
@@ -73,7 +73,7 @@ class Client:
             self.state.push(key)
         self.pushed.add(number)
         parcels = self._parcels(number, gradient)
-        gate = device_of(gradient).record(gradient)
+        gate = self._links.device(gradient).record(gradient)
         self._gated.add(gate, partial(self._start, parcels))
 
     def pull(self, number: int) -> None:
@@ -140,7 +140,7 @@ class Client:
 
     def _open(self, number: int) -> None:
         parameter = self._parameters[number]
-        gate = device_of(parameter).record(parameter)
+        gate = self._links.device(parameter).record(parameter)
         self._gated.add(gate, partial(self._receive, self._pieces[number]))
 
     def _receive(self, keys: Sequence[int]) -> None:

@@ -33,10 +33,16 @@ def device_of(array: Array) -> Device:
 
 
 class Links:
-    """Tasks for messages to and from the ranks of ``transport``, this one included."""
+    """Tasks for messages to and from the ranks of ``transport``, this one included.
 
-    def __init__(self, transport: Transport) -> None:
+    ``device(array)`` is where an array lives.
+    """
+
+    def __init__(
+        self, transport: Transport, device: Callable[[Array], Device] = device_of
+    ) -> None:
         self.rank = transport.rank
+        self.device = device
         self._transport = transport
         self._meetings: dict[int, _Meeting] = {}
 
@@ -55,14 +61,15 @@ class Links:
         return Inlet(receives, self._transport)
 
     def _meeting(self, slot: int) -> _Meeting:
-        return self._meetings.setdefault(slot, _Meeting())
+        return self._meetings.setdefault(slot, _Meeting(self.device))
 
 
 class _Meeting:
     """Where the two ends of a message to oneself meet; several messages, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Callable[[Array], Device]) -> None:
         self.ends: dict[str, _End] = {}
+        self._device = device
         self._bound: tuple[_End, _End] | None = None
         self._copy: Task | None = None
 
@@ -73,7 +80,8 @@ class _Meeting:
         ends = self.ends["source"], self.ends["target"]
         if ends != self._bound or self._copy is None:
             self._bound = ends
-            self._copy = device_of(ends[1].view).copy(ends[0].view, ends[1].view)
+            source, target = (end.view for end in ends)
+            self._copy = self._device(target).copy(source, target)
         self._copy.start()
         self.advance()
 

@@ -29,7 +29,7 @@ from mpiring.errors import ArgumentError
 from mpiring.parallel.arrivals import Arrival, Arrivals, format_logs, parse_logs
 from mpiring.parallel.client import Client, piece
 from mpiring.parallel.consensus import agree, everyone, together
-from mpiring.parallel.links import Links, Outbox, device_of
+from mpiring.parallel.links import Links, Outbox
 from mpiring.parallel.placement import Key, placement, roles, shard_bytes, shards, traffic
 from mpiring.parallel.protocol import lead_of
 from mpiring.parallel.server import ServerState
@@ -216,7 +216,7 @@ class ParameterServer:
         values = {}
         for key in held[number]:
             source = piece(self._flat[self.keys[key].bucket], self.keys[key])
-            device = device_of(source)
+            device = links.device(source)
             values[key] = device.empty(source.size, source.dtype)
             copy = device.copy(source, values[key])
             copy.start()

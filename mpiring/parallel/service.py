@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpiring.device.base import Array, Reduction
-from mpiring.parallel.links import Links, Outbox, Parcel, device_of
+from mpiring.device.base import Array, Device, Reduction
+from mpiring.parallel.links import Links, Outbox, Parcel
 from mpiring.parallel.protocol import (
     Accumulate,
     Apply,
@@ -82,9 +82,8 @@ class Optimizer(Protocol):
 class _Lane:
     """One key, and what is to be done to it, one thing after the other."""
 
-    def __init__(self, key: int, values: Array, optimizer: Optimizer) -> None:
-        self.key, self.values = key, values
-        self.device = device_of(values)
+    def __init__(self, key: int, values: Array, device: Device, optimizer: Optimizer) -> None:
+        self.key, self.values, self.device = key, values, device
         self.pushes: dict[int, Array] = {}
         self.answers: dict[int, Parcel] = {}
         self.copies: dict[int, Array] = {}
@@ -172,7 +171,7 @@ class Service:
         self.received: Counter[str] = Counter()  # bytes that came over links
         self._links, self._outbox, self._accept = links, outbox, accept
         self._lanes = {
-            key: _Lane(key, array, optimizer(array.size, array.dtype))
+            key: _Lane(key, array, links.device(array), optimizer(array.size, array.dtype))
             for key, array in values.items()
         }
         self._busy: dict[int, _Lane] = {}
