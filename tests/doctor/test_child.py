@@ -71,9 +71,8 @@ def test_a_quick_child_is_not_announced() -> None:
 
 def test_a_child_that_ignores_the_polite_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "GRACE", 0.1)
-    ending = run(
-        "signal.signal(15, signal.SIG_IGN); child.report(pid=os.getpid()); time.sleep(600)", 1.5
-    )
+    deaf = "signal.signal(15, signal.SIG_IGN); signal.alarm(0); "
+    ending = run(deaf + "child.report(pid=os.getpid()); time.sleep(600)", 1.5)
     assert ending.timed_out
     assert not alive(ending.find("pid"))
 

@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -196,9 +196,30 @@ def test_a_timeout_that_is_no_time(value: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_no_process(
+    fake_mpi4py: Callable[[str], dict[str, str]],
+    home: dict[str, str],
+    tmp_path: Path,
+    number: signal.Signals,
+) -> None:
+    told = tmp_path / "pid"
+    hang = f"open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    environ = {**child.importable(launcher.clean()), **home, **fake_mpi4py(hang)}
+    doctor = subprocess.Popen(
+        [sys.executable, *DOCTOR], env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    while not told.exists() or not told.read_text():
+        time.sleep(0.01)
+    doctor.send_signal(number)
+    assert doctor.wait(30) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_job_leaves_no_process(
     fake_mpi4py: Callable[[str], dict[str, str]], home: dict[str, str], number: signal.Signals
 ) -> None:
-    env: dict[str, Any] = {**home, **fake_mpi4py("time.sleep(600)")}
+    env = {**home, **fake_mpi4py("time.sleep(600)")}
     with Job(2, DOCTOR, env=env) as job:
         job.wait_for("starting MPI")
         job.send(number, group=number is signal.SIGINT)

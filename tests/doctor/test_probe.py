@@ -269,7 +269,12 @@ def test_device_memory_that_mpi_must_not_touch(mpi: Installation, fake_cuda: Pat
 
 
 @pytest.mark.parametrize(
-    ("mode", "direct", "peer"), [("aware", "right", "right"), ("noipc", "crashed", "failed")]
+    ("mode", "direct", "peer"),
+    [
+        ("aware", "right", "right"),
+        ("wrong", "wrong data", "wrong data"),
+        ("noipc", "crashed", "failed"),
+    ],
 )
 def test_device_memory_of_other_kinds(fake_cuda: Path, mode: str, direct: str, peer: str) -> None:
     paths, _ = real(require(), fake_cuda, mode)
