@@ -34,15 +34,17 @@ class Request:
         self._gates = gates
         self._on_end = on_end
         self.persistent = persistent
+        self._begun = not persistent  #: and not yet waited for
 
     def Start(self) -> Request:
         """Begin a persistent collective (again). Every rank does, sooner or later."""
         execution = self._execution
         if execution is None or not self.persistent:
-            raise ArgumentError("Start: not a persistent request, or already freed")
+            raise ArgumentError("Start: not a persistent request, or already freed or failed")
         if not execution.finished:
             raise ArgumentError(f"Start: {execution.label} is still under way; Wait for it first")
         self._engine.start(execution, self._gates())
+        self._begun = True
         return self
 
     def Test(self, status: Any = None) -> bool:
@@ -102,8 +104,8 @@ class Request:
 
     @classmethod
     def Waitany(cls, requests: Sequence[Request], status: Any = None) -> int:
-        """Wait for one of them, end it, and return its index."""
-        open_ones = [i for i, r in enumerate(requests) if r._execution is not None]
+        """Wait for one of those that are under way, end it, and return its index."""
+        open_ones = [i for i, r in enumerate(requests) if r._begun]
         if not open_ones:
             raise ArgumentError("requests: none of them is under way")
         engine = requests[open_ones[0]]._engine
@@ -122,15 +124,27 @@ class Request:
                     return False
         return cls.Waitall(requests)
 
-    waitall = Waitall
-    testall = Testall
+    @classmethod
+    def waitall(cls, requests: Sequence[Request], statuses: Any = None) -> list[None]:
+        """As ``Waitall``, in mpi4py's lower-case form: the messages."""
+        cls.Waitall(requests)
+        return [None] * len(requests)
+
+    @classmethod
+    def testall(
+        cls, requests: Sequence[Request], statuses: Any = None
+    ) -> tuple[bool, list[None] | None]:
+        """As ``Testall``, in mpi4py's lower-case form: (flag, messages)."""
+        over = cls.Testall(requests)
+        return over, [None] * len(requests) if over else None
 
     def _over(self) -> bool:
         return self._execution is None or self._execution.finished
 
     def _end(self, execution: Execution, forget: bool = False) -> None:
         error, execution.error = execution.error, None
-        if not self.persistent or forget:
+        self._begun = False
+        if error is not None or not self.persistent or forget:
             self._execution = None
             if self._on_end is not None:
                 error = self._on_end(error)
