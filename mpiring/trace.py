@@ -48,18 +48,23 @@ class Trace(Instrument):
         ]
 
     def started(self, label: str, key: int) -> None:
-        self._event(label, "b", time.perf_counter(), id=key, cat="exchange")
+        self._exchange(label, "b", key)
 
     def ended(self, label: str, key: int, nbytes_sent: int) -> None:
-        args = {"bytes sent": nbytes_sent}
-        self._event(label, "e", time.perf_counter(), id=key, cat="exchange", args=args)
+        self._exchange(label, "e", key, args={"bytes sent": nbytes_sent})
 
     def span(self, label: str, begin: float, end: float) -> None:
-        self._event(label, "X", begin, dur=(end - begin) * 1e6, tid=0)
+        self._event(label, "X", begin, dur=(end - begin) * 1e6)
+
+    def _exchange(self, label: str, phase: str, key: int, **more: Any) -> None:
+        # "id" alone would join events of different ranks that happen to have the same key.
+        identity = {"local": f"{key:#x}"}
+        self._event(label, phase, time.perf_counter(), cat="exchange", id2=identity, **more)
 
     def _event(self, label: str, phase: str, at: float, **more: Any) -> None:
         stamp = (at - self._origin) * 1e6
-        self.events.append({"name": label, "ph": phase, "ts": stamp, "pid": self.rank, **more})
+        event = {"name": label, "ph": phase, "ts": stamp, "pid": self.rank, "tid": 0, **more}
+        self.events.append(event)
 
 
 def document(traces: list[list[dict[str, Any]]]) -> str:
