@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from mpiring.errors import ArgumentError
@@ -38,7 +39,9 @@ def layout(
     """Group gradients, given in the order in which they become ready.
 
     A bucket is closed before the gradient that would make it larger than the
-    limit; one gradient above the limit is a bucket by itself.
+    limit; one gradient above the limit is a bucket by itself. Raises ArgumentError
+    for gradients that are not C-contiguous, or that share memory: what they share
+    would be summed twice.
     """
     for name, limit in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if limit < 1:
@@ -62,7 +65,19 @@ def layout(
         held = gradient.nbytes + (held if run else 0)
         run.append(position)
     close()
+    _check_apart(gradients)
     return buckets
+
+
+def _check_apart(gradients: Sequence[Any]) -> None:
+    extents = sorted(
+        (_address(gradient), _address(gradient) + gradient.nbytes, position)
+        for position, gradient in enumerate(gradients)
+        if gradient.nbytes
+    )
+    for (_, stop, one), (start, _, other) in pairwise(extents):
+        if start < stop:
+            raise ArgumentError(f"gradients: numbers {one} and {other} share memory")
 
 
 class HasGradient(Protocol):
@@ -143,8 +158,10 @@ def _address(array: Any) -> int:
 
 
 def _root(array: Any) -> Any:
-    """The array that owns the memory, as far as it has the same dtype and is flat."""
-    while (base := getattr(array, "base", None)) is not None and base.dtype == array.dtype:
+    """The largest array that this one is a run of. Its dtype may be another: NumPy lets a view of
+    a view depend on the array at the bottom, which may hold bytes. Not one that lies in another
+    order, since flattening that would make a copy."""
+    while hasattr(base := array.base, "dtype") and base.flags.c_contiguous:
         array = base
     return array
 
@@ -159,7 +176,7 @@ def _adjoin(before: Any, after: Any) -> bool:
 
 def _joined(first: Any, last: Any) -> Any:
     """The flat view from the start of one gradient to the end of another."""
-    root = _root(first).reshape(-1)
-    start = (_address(first) - _address(root)) // first.dtype.itemsize
-    stop = (_address(last) + last.nbytes - _address(root)) // first.dtype.itemsize
-    return root[start:stop]
+    octets = _root(first).reshape(-1).view("u1")
+    start = _address(first) - _address(octets)
+    stop = _address(last) + last.nbytes - _address(octets)
+    return octets[start:stop].view(first.dtype)
