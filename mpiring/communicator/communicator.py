@@ -230,7 +230,7 @@ class Communicator:
         self._block(
             lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op),
             "Reduce_scatter",
-            *(sendbuf, recvbuf, op, tuple(counts)),
+            *(sendbuf, recvbuf, op, tuple(counts) if isinstance(counts, list) else counts),
         )
 
     def Ireduce_scatter(
