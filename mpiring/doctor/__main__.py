@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import shutil
@@ -11,7 +10,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
+from mpiring import __version__
 from mpiring.doctor import page, worker
 from mpiring.doctor.facts import Cupy, Facts, Mpi, Rank, Trouble, claims
 from mpiring.doctor.verdict import conclusion, diagnose, works
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     # So that an ended doctor ends its children: the finally clauses run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is no error
     launch = launcher.launched()
     first = launch is None or launch.rank == 0
     ending = _look(os.environ, options.timeout, _say if first else None)
@@ -135,7 +137,8 @@ def _gather(
     mpiexec = launcher.mpiexec(mpi.path, mpi.vendor) if mpi else []
     settings = launcher.settings()
     facts = Facts(
-        mpiring=_version(),
+        mpiring=__version__,
+        folder=str(Path(__file__).parents[1]),
         ranks=ranks,
         launch=launch,
         mpi=mpi,
@@ -206,13 +209,6 @@ def _root_refused() -> bool:
         and os.geteuid() == 0
         and not all(os.environ.get(name) for name in told)
     )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("mpiring")
-    except importlib.metadata.PackageNotFoundError:
-        return "from source"
 
 
 if __name__ == "__main__":

@@ -102,8 +102,9 @@ class Cupy:
 class Facts:
     """Everything that was seen."""
 
-    mpiring: str
+    mpiring: str  #: version
     ranks: tuple[Rank, ...]  #: every rank that MPI reached; at least this process
+    folder: str = ""  #: from which mpiring was imported
     launch: Launch | None = None
     mpi: Mpi | None = None
     trouble: Trouble | None = None

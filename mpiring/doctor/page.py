@@ -106,7 +106,7 @@ def _title(facts: Facts) -> Line:
 
 def _software(facts: Facts) -> Iterator[Line]:
     here, mpi = facts.here, facts.mpi
-    yield _row("mpiring", facts.mpiring)
+    yield _row("mpiring", facts.mpiring, facts.folder)
     yield _row("Python", here.python, here.executable)
     yield _row("NumPy", here.numpy or "missing", style="" if here.numpy else "problem")
     missing = facts.trouble is not None and facts.trouble.kind == "no mpi4py"
