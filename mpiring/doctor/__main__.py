@@ -145,7 +145,7 @@ def _gather(
         trouble=trouble,
         launch_failure=launch_failure,
         mpiexec=tuple(mpiexec),
-        mpiexec_on_path=shutil.which("mpirun") or "",
+        mpiexec_on_path=_on_path(mpiexec),
         root_refused=_root_refused(),
         settings=settings,
         claims=claims(mpi, settings, _ompi_info(mpi, mpiexec, options.timeout)) if mpi else (),
@@ -200,6 +200,15 @@ def _ompi_info(mpi: Mpi | None, mpiexec: Sequence[str], limit: float) -> str:
         return ""
     ending = child.run([tool, "--parsable", "--all"], environ=launcher.clean(), limit=limit)
     return ending.text if ending.code == 0 else ""
+
+
+def _on_path(mpiexec: Sequence[str]) -> str:
+    """The mpirun that a shell would find; by the name of ``mpiexec`` where it is the same file."""
+    found = shutil.which("mpirun")
+    if found is None or launcher.MPIEXEC in os.environ:
+        return ""
+    same = len(mpiexec) == 1 and os.path.realpath(found) == os.path.realpath(mpiexec[0])
+    return mpiexec[0] if same else found
 
 
 def _root_refused() -> bool:

@@ -111,7 +111,7 @@ class Facts:
     #: How MPI failed under this launcher, where it starts well without one.
     launch_failure: str = ""
     mpiexec: tuple[str, ...] = ()  #: the command that fits the library
-    mpiexec_on_path: str = ""  #: the one that a shell would find
+    mpiexec_on_path: str = ""  #: the mpirun that a shell would find
     root_refused: bool = False  #: whether this is root, and Open MPI was not told to run as root
     settings: Mapping[str, str] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()

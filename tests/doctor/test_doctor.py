@@ -123,6 +123,25 @@ def test_a_launcher_that_mpi_does_not_hear(home: dict[str, str]) -> None:
             assert ended.returncode == 0
 
 
+def test_an_mpirun_on_the_path_that_is_another(tmp_path: Path, home: dict[str, str]) -> None:
+    mpi = require()
+    other, same = tmp_path / "other" / "mpirun", tmp_path / "same" / "mpirun"
+    for folder in (other.parent, same.parent):
+        folder.mkdir()
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    same.symlink_to(mpi.mpirun)
+
+    def found(first: Path, **more: str) -> bool:
+        env = {**home, "PATH": f"{first.parent}:{os.environ['PATH']}", **more}
+        ended = alone("--json", "--no-probe", python=mpi.python, env=env)
+        return "mpirun on your path belongs to another installation" in titles(ended)
+
+    assert found(other)
+    assert not found(same)
+    assert not found(other, MPIRING_MPIEXEC="srun --overlap")
+
+
 # --- something is missing -------------------------------------------------------------------
 
 
