@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -41,6 +42,18 @@ sys.exit(main())
 @pytest.fixture
 def data(tmp_path: Path) -> str:
     return str(write_npz(tmp_path / "data.npz", 45))
+
+
+def test_the_defaults_learn_the_digits(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    out = tmp_path / "out.json"
+    done = launch(2, [*TRAIN, "--json", str(out)]).check()
+    assert done.stderr == ""
+    assert "digits: 1,442 samples, MLP 64-512-512-10 (301,066 parameters, float32)" in done.stdout
+    assert done.stdout.count("\nepoch ") == 10
+    results = json.loads(out.read_text())
+    assert results["test_accuracy"] >= 0.97
+    assert results["replicas_identical"] is True
 
 
 def test_an_exception_on_one_rank_ends_all(mpi: Installation, data: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpiring.nn.data import Dataset
+from mpiring.trace import Trace
 from mpiring.train.loop import Trainer, hidden_percent
 from mpiring.train.replica import Replica
 from tests.train.virtual import alone, assert_identical, train
@@ -123,6 +124,24 @@ def test_training_that_diverges_ends_and_says_so(small: Dataset) -> None:
         assert np.isnan(outcome.losses[-1])
         assert outcome.results["steps_skipped"] == outcomes[0].results["steps_skipped"] != []
         assert outcome.results["replicas_identical"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_exchanges_begin_behind_backward_or_after_it(small: Dataset, overlap: bool) -> None:
+    traces = {}
+
+    def watch(trainer: Trainer, rank: int) -> None:
+        traces[rank] = Trace(rank)
+        trainer.watch(traces[rank])
+
+    given = ("--epochs", "1", "--batch-size", "45", "--overlap" if overlap else "--no-overlap")
+    train(small, 2, *given, watch=watch)
+    for trace in traces.values():
+        events = [event["name"] for event in trace.events if event["ph"] in "bX"]
+        begun = [i for i, name in enumerate(events) if name.startswith("Allreduce_init")]
+        last = events.index("backward linear0.weight")
+        assert (begun[0] < last) is overlap
+        assert sum(i < events.index("finish and update") for i in begun) > 2
 
 
 def test_replicas_that_differ_are_found(small: Dataset) -> None:
