@@ -22,6 +22,7 @@ the timing, since no step can take another's possibility away.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -66,28 +67,29 @@ class Memory:
 
     def write(self, span: Span, runs: Iterable[Run]) -> None:
         """Replace ``span`` by runs given relative to its start."""
-        kept: list[Run] = []
-        for run in self._runs[span.buffer]:
-            if run.start < span.start:
-                kept.append(run._replace(stop=min(run.stop, span.start)))
-            if run.stop > span.stop:
-                kept.append(run._replace(start=max(run.start, span.stop)))
-        kept += [
-            Run(r.start + span.start, r.stop + span.start, _moved(r.value, -span.start))
-            for r in runs
+        held = self._runs[span.buffer]
+        first, last = self._touched(span)
+        kept = held[first:last]
+        new = [
+            Run(run.start + span.start, run.stop + span.start, _moved(run.value, -span.start))
+            for run in runs
         ]
-        self._runs[span.buffer] = sorted(r for r in kept if r.start < r.stop)
+        if kept and kept[0].start < span.start:
+            new.insert(0, kept[0]._replace(stop=span.start))
+        if kept and kept[-1].stop > span.stop:
+            new.append(kept[-1]._replace(start=span.stop))
+        held[first:last] = new
 
     def read(self, span: Span) -> list[Run]:
         """The runs of ``span``, relative to its start; all of it must have been written."""
+        first, last = self._touched(span)
         found = [
             Run(
                 max(run.start, span.start) - span.start,
                 min(run.stop, span.stop) - span.start,
                 _moved(run.value, span.start),
             )
-            for run in self._runs[span.buffer]
-            if run.start < span.stop and span.start < run.stop
+            for run in self._runs[span.buffer][first:last]
         ]
         at = 0
         for run in found:
@@ -97,6 +99,14 @@ class Memory:
         if at != span.count:
             raise ScheduleError(f"{span} is read at {span.start + at} before it was written")
         return found
+
+    def _touched(self, span: Span) -> tuple[int, int]:
+        """Which runs overlap ``span``, as a slice of those of its buffer."""
+        held = self._runs[span.buffer]
+        first = bisect_right(held, (span.start,)) - 1
+        if first < 0 or held[first].stop <= span.start:
+            first += 1
+        return first, bisect_left(held, (span.stop,), lo=first)
 
 
 def _moved(value: Value, by: int) -> Value:
