@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mpiring.engine.progress import ProgressEngine
-from mpiring.errors import StallError, TransportError
+from mpiring.errors import HazardError, StallError, TransportError
 from mpiring.transport.base import Receive
 
 
@@ -35,20 +35,25 @@ class Message:
         self.over = True
         self.error: TransportError | None = None
         self._world, self._channel = world, channel
+        self._observed = True
 
     def start(self) -> None:
-        self.over = False
+        # MPI does not allow it, though it would do no harm here.
+        if not self._observed:
+            raise HazardError("a message was started again before its end was observed")
+        self.over = self._observed = False
         self._world.post(self._channel, self)
 
     def cancel(self) -> None:
         """Take back a receive that nothing will match."""
         if not self.over:
             self._channel.remove(self)
-            self.over = True
+        self.over = self._observed = True
 
     def done(self) -> bool:
         if self.over and self.error is not None:
             raise self.error
+        self._observed = self.over
         return self.over
 
 

@@ -322,6 +322,7 @@ def test_parameters_stay_as_they_are_until_they_may_change() -> None:
             server._engine.poll()
         assert all((array == 5).all() for array in parameters.values())
         server.pull("weight")
+        server.pull("weight")
         for _ in range(300):
             pause()
             server._engine.poll()
