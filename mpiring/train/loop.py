@@ -23,7 +23,7 @@ from mpiring.errors import ArgumentError
 from mpiring.nn.arrays import all_finite
 from mpiring.nn.loss import softmax_cross_entropy
 from mpiring.nn.sampler import Step
-from mpiring.parallel.buckets import MIB
+from mpiring.parallel.buckets import BUCKET, FIRST_BUCKET, MIB
 from mpiring.parallel.placement import roles
 from mpiring.parallel.server_strategy import ServerStrategy
 from mpiring.parallel.strategies import AllReduce, Strategy, broadcast_number, broadcast_state
@@ -262,8 +262,8 @@ def _strategy(comm: Communicator, replica: Replica, options: argparse.Namespace)
     parameters = replica.model.parameters
     given = comm, list(parameters), parameters.values, parameters.gradients, replica.optimizer
     buckets = {
-        "bucket_bytes": max(1, int(options.bucket_mb * MIB)),
-        "first_bucket_bytes": max(1, int(options.first_bucket_mb * MIB)),
+        "bucket_bytes": _bytes(options.bucket_mb, BUCKET, parameters.nbytes),
+        "first_bucket_bytes": _bytes(options.first_bucket_mb, FIRST_BUCKET, parameters.nbytes),
         "overlap": options.overlap,
     }
     if options.strategy == "ring":
@@ -278,6 +278,11 @@ def _strategy(comm: Communicator, replica: Replica, options: argparse.Namespace)
         replay=options.replay,
         **buckets,
     )
+
+
+def _bytes(wish: float | None, default: int, gradients: int) -> int:
+    """Of a bucket: what was asked for in MiB, or the default, with no fewer than four of all."""
+    return max(1, min(default, gradients // 4) if wish is None else int(wish * MIB))
 
 
 def hidden_percent(communication: float, compute: float, both: float) -> float | None:

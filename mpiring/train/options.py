@@ -37,11 +37,11 @@ def parser() -> argparse.ArgumentParser:
 
     learning = p.add_argument_group("learning")
     learning.add_argument(
-        "--epochs", type=_whole_number(1), default=10, metavar="N",
+        "--epochs", type=_whole_number(1), default=20, metavar="N",
         help="in all, those before a resume included",
     )  # fmt: skip
     learning.add_argument(
-        "--batch-size", type=_whole_number(1), default=64, metavar="N",
+        "--batch-size", type=_whole_number(1), default=128, metavar="N",
         help="samples per step over all ranks together; an epoch's last step takes what is left",
     )  # fmt: skip
     learning.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "--momentum", type=_number(0, 1), default=0.9, metavar="X", help="sgd only"
     )
     learning.add_argument(
-        "--weight-decay", type=_number(0), default=0.0, metavar="X", help="an L2 penalty"
+        "--weight-decay", type=_number(0), default=1e-4, metavar="X", help="an L2 penalty"
     )
 
     exchange = p.add_argument_group("gradient exchange")
@@ -68,12 +68,14 @@ def parser() -> argparse.ArgumentParser:
         "samples) and exchange once, after the last; nothing is carried over to the next step",
     )  # fmt: skip
     exchange.add_argument(
-        "--bucket-mb", type=_number(0), default=25.0, metavar="MIB",
-        help="gradients that travel together; at least one does",
+        "--bucket-mb", type=_number(0), default=None, metavar="MIB",
+        help="gradients that travel together; at least one does (default: 25, but no more than "
+        "a quarter of all, so that something is on its way while backward goes on)",
     )  # fmt: skip
     exchange.add_argument(
-        "--first-bucket-mb", type=_number(0), default=1.0, metavar="MIB",
-        help="the same for the first bucket of a step, so that the exchange begins early",
+        "--first-bucket-mb", type=_number(0), default=None, metavar="MIB",
+        help="the same for the first bucket of a step, so that the exchange begins early "
+        "(default: 1, or a quarter of all)",
     )  # fmt: skip
     exchange.add_argument(
         "--overlap", action=argparse.BooleanOptionalAction, default=True,
