@@ -14,7 +14,7 @@ from mpiring.nn.loss import softmax_cross_entropy
 from mpiring.nn.sampler import Sampler
 from mpiring.simulation.world import VirtualTransport, World
 from mpiring.train import options as command_line
-from mpiring.train.loop import Trainer
+from mpiring.train.loop import Trainer, share
 from mpiring.train.replica import Replica
 
 #: Small, and of very different sizes: with buckets of 100 bytes there are several, one of them
@@ -45,13 +45,15 @@ def train(
 
     def program(transport: VirtualTransport, engine: ProgressEngine) -> Outcome:
         comm = Communicator(transport, engine=engine)
-        replica = Replica(dataset, options, ranks=ranks, rank=transport.rank)
+        parts, part = share(options, ranks, transport.rank)
+        replica = Replica(dataset, options, ranks=parts, rank=part)
         prepare(replica, transport.rank)
         trainer = Trainer(comm, replica, options, engine=engine)
         watch(trainer, transport.rank)
         losses = []
         while replica.epochs < options.epochs:
             losses.append(trainer.epoch(lambda samples, loss: None))
+        trainer.finish()
         values = replica.model.parameters.values.copy()
         return Outcome(losses, values, trainer.results(losses[-1]), replica)
 
