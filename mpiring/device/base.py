@@ -47,8 +47,12 @@ class Device(Protocol):
         """``count`` uninitialised elements that this library may hand to MPI."""
         ...
 
+    def scratch(self, count: int, dtype: Any) -> Array:
+        """As ``empty``, for whoever keeps it until all work on it has been seen to end."""
+        ...
+
     def staging(self, count: int, dtype: Any) -> Array:
-        """A host array of ``count`` elements for messages on their way (pinned where it helps)."""
+        """As ``scratch``, on the host (pinned where it helps): for messages on their way."""
         ...
 
     def record(self, array: Array) -> Completion:

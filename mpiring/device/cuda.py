@@ -26,8 +26,9 @@ import numpy as np
 from cupy.cuda import runtime
 
 from mpiring.device.base import Array, Reduction
-from mpiring.device.host import check_reduction
+from mpiring.device.host import Window, check_reduction
 from mpiring.device.kernels import BLOCK, SCALARS, blocks, kernel_source, optimizer_source
+from mpiring.device.pool import Lease
 from mpiring.device.streams import ROLES, Event, Launch, Stream, StreamDevice
 from mpiring.errors import ArgumentError, DeviceError, DtypeError
 
@@ -122,7 +123,21 @@ def _current(index: int) -> Iterator[None]:
 
 
 class _Own(cupy.cuda.Memory):
-    """Memory from plain cudaMalloc, told apart from CuPy's by its type."""
+    """An allocation by plain cudaMalloc; ``handle`` once it has been exported."""
+
+    handle: bytes | None = None
+
+
+class _Lent(cupy.cuda.UnownedMemory):
+    """A piece of such an allocation."""
+
+    def __init__(self, lease: Lease, nbytes: int) -> None:
+        self.own: _Own = lease.piece.memory.data.mem
+        super().__init__(self.own.ptr + lease.piece.start, nbytes, lease, self.own.device_id)
+
+
+#: Allocations that other processes may have mapped: freeing one would pull it from under them.
+_exported: list[_Own] = []
 
 
 class _Foreign(cupy.cuda.UnownedMemory):
@@ -151,6 +166,7 @@ class CudaDriver:
             self._streams = {role: cupy.cuda.Stream(non_blocking=True) for role in ROLES}
         self._processors = cupy.cuda.Device(index).attributes["MultiProcessorCount"]
         self._function = cache(self._compiled)
+        self._mapped: dict[bytes, int] = {}  # by handle: where others' allocations are
 
     def allocate(self, count: int, dtype: Any) -> Array:
         nbytes = count * np.dtype(dtype).itemsize
@@ -167,6 +183,52 @@ class CudaDriver:
                         f"GPU {self.index}: no {nbytes} bytes of scratch memory: {error}"
                     ) from error
             return _array(memory, count, dtype)
+
+    def part(self, lease: Lease, count: int, dtype: Any) -> Array:
+        nbytes = count * np.dtype(dtype).itemsize
+        if self.on_host(lease.piece.memory):
+            return Window(lease.piece.memory, lease.piece.start, nbytes, lease).view(dtype)
+        return _array(_Lent(lease, nbytes), count, dtype)
+
+    def settle(self) -> None:
+        with _current(self.index):
+            runtime.deviceSynchronize()
+
+    def plain(self, array: Array) -> bool:
+        if self.owns(array):
+            return True
+        # Managed memory and that of asynchronous pools have no handle.
+        try:
+            with _current(self.index):
+                runtime.ipcGetMemHandle(array.data.ptr)
+        except runtime.CUDARuntimeError:
+            return False
+        return True
+
+    def owns(self, array: Array) -> bool:
+        return isinstance(array.data.mem, (_Own, _Lent))
+
+    def shared(self, memory: Array) -> bool:
+        return memory.data.mem.handle is not None
+
+    def export(self, array: Array) -> tuple[bytes, int] | None:
+        if not self.owns(array):
+            return None
+        memory = array.data.mem
+        own: _Own = memory.own if isinstance(memory, _Lent) else memory
+        if own.handle is None:
+            with _current(self.index):
+                own.handle = runtime.ipcGetMemHandle(own.ptr)
+            _exported.append(own)
+        return own.handle, array.data.ptr - own.ptr
+
+    def mapped(self, handle: bytes, start: int, count: int, dtype: Any) -> Array:
+        if handle not in self._mapped:
+            with _current(self.index):
+                self._mapped[handle] = runtime.ipcOpenMemHandle(handle)
+        nbytes = count * np.dtype(dtype).itemsize
+        memory = cupy.cuda.UnownedMemory(self._mapped[handle] + start, nbytes, self, self.index)
+        return _array(memory, count, dtype)
 
     def pinned(self, count: int, dtype: Any) -> Array:
         nbytes = count * np.dtype(dtype).itemsize
@@ -272,7 +334,7 @@ class CudaDevice(StreamDevice):
 
     def owns(self, array: Array) -> bool:
         """Whether ``array`` lies in memory from ``empty``, which MPI and IPC may see."""
-        return isinstance(array.data.mem, _Own)
+        return self.driver.owns(array)
 
     def sgd(
         self,

@@ -58,6 +58,9 @@ class HostDevice:
         start = -raw.__array_interface__["data"][0] % _CACHE_LINE
         return raw[start : start + nbytes].view(dtype)
 
+    def scratch(self, count: int, dtype: Any) -> np.ndarray:
+        return self.empty(count, dtype)
+
     def staging(self, count: int, dtype: Any) -> np.ndarray:
         return self.empty(count, dtype)
 
@@ -92,6 +95,23 @@ def _locate(src: np.ndarray, dst: np.ndarray, better: np.ufunc) -> None:
     value, index = dst.dtype.names
     take = better(src[value], dst[value]) | ((src[value] == dst[value]) & (src[index] < dst[index]))
     dst[take] = src[take]
+
+
+class Window:
+    """Part of an array's memory as an array of its own, which keeps ``owner`` alive."""
+
+    def __init__(self, memory: np.ndarray, start: int, nbytes: int, owner: object) -> None:
+        self._owner = owner
+        address = memory.__array_interface__["data"][0] + start
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+        }
+
+    def view(self, dtype: Any) -> np.ndarray:
+        return np.asarray(self).view(dtype)
 
 
 _ARITHMETIC, _REAL, _INTEGER = "iufcV", "iufV", "iub"

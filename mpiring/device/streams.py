@@ -14,9 +14,10 @@ Invariants:
 * work on one target in one round (a reduction and its scaling) goes to one
   stream in the order in which it is started;
 * an event is recorded again only after the host has seen its last record;
-* a task holds its arrays, so memory outlives the work on it;
-* copies to the host, copies to the device and kernels have streams of their own:
-  a GPU has an engine for each.
+* a task holds its arrays, so memory outlives the work on it, and is lent to others
+  only after it (``pool``);
+* copies to the host, copies to the device, copies between GPUs and kernels have streams
+  of their own: a GPU has engines for all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpiring.device.base import Array, Reduction
+from mpiring.device.pool import Lease, Pool
 from mpiring.task import READY, Completion, Task
 
 Stream = Any
@@ -34,7 +38,10 @@ Event = Any
 #: Puts work, bound to its arrays, on a stream.
 Launch = Callable[[Stream], None]
 
-COMPUTE, TO_HOST, TO_DEVICE = ROLES = ("compute", "to host", "to device")
+#: Bytes of a piece of pinned memory that is kept while nobody uses it.
+PINNED_KEPT = 64 << 20
+
+COMPUTE, COPY, TO_HOST, TO_DEVICE = ROLES = ("compute", "copy", "to host", "to device")
 
 
 class Driver(Protocol):
@@ -51,7 +58,33 @@ class Driver(Protocol):
         """Host memory that the device reads and writes by itself."""
         ...
 
+    def part(self, lease: Lease, count: int, dtype: Any) -> Array:
+        """An array at the start of a piece of memory, which keeps the lease."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all work that anybody has launched is over."""
+        ...
+
     def on_host(self, array: Array) -> bool: ...
+
+    def plain(self, array: Array) -> bool:
+        """Whether MPI may be handed the device array: what it is on is no special memory."""
+        ...
+
+    def shared(self, memory: Array) -> bool:
+        """Whether other processes may have mapped the allocation."""
+        ...
+
+    def export(self, array: Array) -> tuple[bytes, int] | None:
+        """By what another process of this node finds the array: a handle of its allocation,
+        and where in it the array begins, in bytes. None if the memory is not the library's.
+        """
+        ...
+
+    def mapped(self, handle: bytes, start: int, count: int, dtype: Any) -> Array:
+        """The array that another process exported, to be read by work launched here."""
+        ...
 
     def stream(self, role: str, target: Array) -> Stream:
         """A stream of the library's own for one of ``ROLES``; the same for the same target."""
@@ -112,12 +145,39 @@ class StreamDevice:
         self.kind = driver.kind
         self.xp = driver.xp
         self.driver = driver
+        self._memory = Pool(
+            lambda nbytes: driver.allocate(nbytes, "u1"), driver.settle, driver.shared
+        )
+        self._pinned = Pool(
+            lambda nbytes: driver.pinned(nbytes, "u1"), driver.settle, kept=PINNED_KEPT
+        )
 
     def empty(self, count: int, dtype: Any) -> Array:
-        return self.driver.allocate(count, dtype)
+        """``count`` uninitialised elements in memory that MPI and other processes may see.
+
+        Once dropped the memory is lent again, and is not the array module's own.
+        """
+        return self._lent(self._memory, count, dtype, private=False)
+
+    def scratch(self, count: int, dtype: Any) -> Array:
+        return self._lent(self._memory, count, dtype, private=True)
 
     def staging(self, count: int, dtype: Any) -> Array:
-        return self.driver.pinned(count, dtype)
+        return self._lent(self._pinned, count, dtype, private=True)
+
+    def _lent(self, pool: Pool, count: int, dtype: Any, *, private: bool) -> Array:
+        lease = pool.take(max(1, count * np.dtype(dtype).itemsize), private=private)
+        return self.driver.part(lease, count, dtype)
+
+    def plain(self, array: Array) -> bool:
+        """Whether MPI may be handed the device array, if it knows of GPUs at all."""
+        return self.driver.plain(array)
+
+    def export(self, array: Array) -> tuple[bytes, int] | None:
+        return self.driver.export(array)
+
+    def mapped(self, handle: bytes, start: int, count: int, dtype: Any) -> Array:
+        return self.driver.mapped(handle, start, count, dtype)
 
     def record(self, array: Array) -> Completion:
         if self.driver.on_host(array):
@@ -132,7 +192,7 @@ class StreamDevice:
 
     def copy(self, src: Array, dst: Array) -> Task:
         from_host, to_host = self.driver.on_host(src), self.driver.on_host(dst)
-        role = COMPUTE if from_host == to_host else TO_HOST if to_host else TO_DEVICE
+        role = COPY if from_host == to_host else TO_HOST if to_host else TO_DEVICE
         return self._task(self.driver.transfer(src, dst), role, dst)
 
     def _task(self, launch: Launch, role: str, target: Array) -> Task:

@@ -1,14 +1,17 @@
-"""Messages through pinned host memory, as a rewrite of any schedule.
+"""Messages through memory that can carry them, as a rewrite of any schedule.
 
-An MPI that cannot read device memory gets its messages from ``HOST`` slots:
-``staged`` puts a copy to a slot before every send and a copy from a slot behind
-every receive. What it returns is a schedule like any other, to be printed,
+An MPI that cannot read device memory gets its messages from slots in pinned host
+memory: ``staged`` puts a copy to a slot before every send and a copy from a slot
+behind every receive. One that reads device memory, but not the caller's kind of it,
+gets them from slots in ``SCRATCH``, and so does another process that reads this
+rank's memory by itself. What it returns is a schedule like any other, to be printed,
 proved and run; it knows neither CUDA nor the algorithm that it rewrites.
 
 Theory
 ------
 1. *Cut.* Every op is cut into segments of the same length on all ranks. Both ends
-   of a message hold the same count, so both cut it into the same messages.
+   of a message hold the same count, so both cut it into the same messages. Which of
+   them go through slots is each rank's own affair.
 2. *Message steps.* Step t of a round holds segment t of each of its messages;
    messages of one round with the same peer follow one another, so those of a pair
    still match in the order of the original. A rank's message steps keep their
@@ -16,8 +19,8 @@ Theory
 3. *Place.* In the order of the original, each copy and each piece of local work
    goes into the earliest round behind all that it conflicts with (one of the two
    writes what the other touches); so does a message step, and behind the message
-   step before it. Nothing else is ordered. So the copy to the host of one segment,
-   the message of another, the copy to the device of a third and the reduction of a
+   step before it. Nothing else is ordered. So the copy to a slot of one segment,
+   the message of another, the copy from a slot of a third and the reduction of a
    fourth share a round, and the pipeline flows on from one original round into
    the next wherever the data allows it.
 4. *Slots.* There are two sets of slots, used by the message steps in turn. A slot
@@ -39,7 +42,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -63,15 +66,33 @@ AnyOp = TypeVar("AnyOp", bound=Op)
 _SETS = 2
 
 
-def staged(schedule: Schedule, segment: int) -> Schedule:
-    """``schedule`` with all messages through ``HOST``, in segments of at most ``segment`` elements.
+@dataclass(frozen=True, slots=True)
+class Detour:
+    """Which messages go through slots in ``through``: those from and to these buffers."""
 
-    All ranks give the same ``segment`` (ArgumentError below 1). ``HOST`` takes
-    twice a segment for each message of the round that has the most of them.
+    through: Buffer
+    sends: frozenset[Buffer]
+    receives: frozenset[Buffer]
+
+    def takes(self, op: Send | Recv) -> bool:
+        return _span(op).buffer in (self.sends if isinstance(op, Send) else self.receives)
+
+
+#: All messages through pinned host memory.
+THROUGH_HOST = Detour(Buffer.HOST, frozenset(Buffer), frozenset(Buffer))
+
+
+def staged(schedule: Schedule, segment: int, detour: Detour = THROUGH_HOST) -> Schedule:
+    """``schedule`` with its messages in segments of at most ``segment`` elements, and those that
+    take the detour through slots.
+
+    All ranks give the same ``segment`` (ArgumentError below 1). The slots take twice a segment
+    for each such message of the round that has the most of them, behind what the schedule
+    itself uses of that buffer.
     """
     if segment < 1:
         raise ArgumentError(f"segment: {segment} elements; it takes at least 1")
-    steps = list(_steps(schedule, segment))
+    steps = list(_steps(schedule, segment, detour))
     ledger = _Ledger(steps)
     rounds: dict[int, list[Op]] = defaultdict(list)
     message_free = 0
@@ -87,15 +108,16 @@ def staged(schedule: Schedule, segment: int) -> Schedule:
     return Schedule.of(schedule.rank, schedule.size, schedule.count, in_order)
 
 
-def _steps(schedule: Schedule, segment: int) -> Iterator[Round]:
+def _steps(schedule: Schedule, segment: int, detour: Detour) -> Iterator[Round]:
     """All segments in an order in which they could run one by one.
 
     Each local op stands alone; the messages of a message step stand together.
     """
     messages = [[op for op in ops if isinstance(op, (Send, Recv))] for ops in schedule.rounds]
-    slot = min(segment, max((_span(op).count for ops in messages for op in ops), default=0))
-    slots = max(map(len, messages), default=0)
-    base = schedule.extent(Buffer.HOST)
+    diverted = [[op for op in ops if detour.takes(op)] for ops in messages]
+    slot = min(segment, max((_span(op).count for ops in diverted for op in ops), default=0))
+    slots = max(map(len, diverted), default=0)
+    base = schedule.extent(detour.through)
     turn = 0
     for ops, talk in zip(schedule.rounds, messages):
         for op in ops:
@@ -107,16 +129,20 @@ def _steps(schedule: Schedule, segment: int) -> Iterator[Round]:
             fill: list[Op] = []
             move: list[Op] = []
             drain: list[Op] = []
-            for number, op in enumerate(filter(None, step)):
-                start = first + number * slot
-                host = Span(Buffer.HOST, start, start + _span(op).count)
+            start = first
+            for op in filter(None, step):
+                if not detour.takes(op):
+                    move.append(op)
+                    continue
+                through = Span(detour.through, start, start + _span(op).count)
+                start += slot
                 match op:
                     case Send(peer, src):
-                        fill.append(Copy(src, host))
-                        move.append(Send(peer, host))
+                        fill.append(Copy(src, through))
+                        move.append(Send(peer, through))
                     case Recv(peer, dst):
-                        move.append(Recv(peer, host))
-                        drain.append(Copy(host, dst))
+                        move.append(Recv(peer, through))
+                        drain.append(Copy(through, dst))
             yield from ((op,) for op in fill)
             yield tuple(move)
             yield from ((op,) for op in drain)

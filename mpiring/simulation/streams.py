@@ -24,23 +24,30 @@ distributed system", 1978) with sets of open kernels as clocks.
 
 Every target of the library's work gets a stream of its own, which is more freedom
 than a GPU takes, so that nothing rests on two tasks sharing a stream by chance.
+
+The ranks of a ``VirtualNode`` open each other's memory, as processes do through CUDA
+IPC. No stream orders one rank's kernels with another's, so an open kernel that
+reads somebody's memory conflicts with whatever writes there, on every rank; and it
+may read only what its owner has offered: what lies in a send that is under way, as
+long as it is.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiring.device.base import Reduction
-from mpiring.device.host import HostDevice
+from mpiring.device.host import HostDevice, Window
+from mpiring.device.pool import Lease
 from mpiring.device.streams import Launch
 from mpiring.errors import HazardError
 from mpiring.task import Task
@@ -49,6 +56,10 @@ from mpiring.transport.base import Transport
 
 class VirtualMemory(np.ndarray):
     """Device memory. (It is told from the host's by its type, which slices keep.)"""
+
+
+class Mapped(VirtualMemory):
+    """Device memory of another rank."""
 
 
 class Region(NamedTuple):
@@ -65,6 +76,9 @@ class Region(NamedTuple):
     def overlaps(self, other: Region) -> bool:
         return max(self.start, other.start) < min(self.stop, other.stop)
 
+    def holds(self, other: Region) -> bool:
+        return self.start <= other.start and other.stop <= self.stop
+
 
 @dataclass(eq=False)
 class Access:
@@ -75,13 +89,20 @@ class Access:
     writes: tuple[Region, ...]
     #: Arrays stay alive as long as something may touch them.
     arrays: tuple[np.ndarray, ...] = field(repr=False)
+    #: What it reads of other ranks' memory.
+    visits: tuple[Region, ...] = ()
     observed: bool = False
 
     @classmethod
     def to(cls, name: str, reads: Iterable[np.ndarray], writes: Iterable[np.ndarray]) -> Access:
         reads, writes = tuple(reads), tuple(writes)
+        visits = tuple(Region.of(each) for each in reads if isinstance(each, Mapped))
         return cls(
-            name, tuple(map(Region.of, reads)), tuple(map(Region.of, writes)), (*reads, *writes)
+            name,
+            tuple(map(Region.of, reads)),
+            tuple(map(Region.of, writes)),
+            (*reads, *writes),
+            visits,
         )
 
     def conflict(self, other: Access) -> Region | None:
@@ -96,6 +117,14 @@ class Access:
                     if one.overlaps(two):
                         return Region(max(one.start, two.start), min(one.stop, two.stop))
         return None
+
+
+class VirtualNode:
+    """What the ranks of one node have in common: whom exported memory belongs to."""
+
+    def __init__(self) -> None:
+        self.drivers: list[VirtualDriver] = []
+        self.exports: dict[bytes, tuple[VirtualDriver, np.ndarray]] = {}
 
 
 class VirtualStream:
@@ -127,7 +156,9 @@ class VirtualDriver:
     kind = "virtual"
     xp = np
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, node: VirtualNode | None = None) -> None:
+        self.node = node or VirtualNode()
+        self.node.drivers.append(self)
         self.random = random.Random(seed)
         self.default = VirtualStream("default")
         self._current = self.default
@@ -135,25 +166,79 @@ class VirtualDriver:
         self._loaded: list[VirtualStream] = []
         self._kernels: list[Access] = []  # launched and still open
         self._messages: list[Access] = []  # under way
+        self._visits: list[Access] = []  # open kernels that read memory of other ranks
         self._host = HostDevice()
         self._memory: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
+        self._names = itertools.count(1)
+        self._allocated: weakref.WeakValueDictionary[int, np.ndarray] = (
+            weakref.WeakValueDictionary()
+        )
 
     # -- memory
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
-        return self._filled(VirtualMemory((count,), dtype), "device")
+        array = self.hidden(count, dtype)
+        self._allocated[Region.of(array).start] = array
+        return array
+
+    def hidden(self, count: int, dtype: Any) -> np.ndarray:
+        """Device memory of the caller's, of a kind that neither MPI nor other ranks see."""
+        return self._named(VirtualMemory((count,), dtype), "device")
 
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
-        return self._filled(np.empty(count, dtype), "pinned")
+        return self._named(np.empty(count, dtype), "pinned")
 
-    def _filled(self, array: np.ndarray, kind: str) -> np.ndarray:
-        """Uninitialised memory, made recognisable: NaN as floats."""
-        array.view(np.uint8).fill(0xFF)
-        self._memory[f"{kind} memory {len(self._memory) + 1}"] = array
+    def _named(self, array: np.ndarray, kind: str) -> np.ndarray:
+        self._memory[f"{kind} memory {next(self._names)}"] = array
         return array
+
+    def part(self, lease: Lease, count: int, dtype: Any) -> np.ndarray:
+        memory, start = lease.piece.memory, lease.piece.start
+        on_host = self.on_host(memory)
+        array = Window(memory, start, count * np.dtype(dtype).itemsize, lease).view(dtype)
+        if not on_host:
+            array = array.view(VirtualMemory)
+        self.host(array, writes=True)  # lent while anything is under way: a hazard
+        array.view(np.uint8).fill(0xFF)  # recognisable as never written: NaN
+        return self._named(array, "pinned" if on_host else "device")
+
+    def settle(self) -> None:
+        while self.step():
+            pass
+        self._observed(self._kernels)
 
     def on_host(self, array: np.ndarray) -> bool:
         return not isinstance(array, VirtualMemory)
+
+    def plain(self, array: np.ndarray) -> bool:
+        return self.owns(array)
+
+    def owns(self, array: np.ndarray) -> bool:
+        return self._allocation(array) is not None
+
+    def _allocation(self, array: np.ndarray) -> np.ndarray | None:
+        """The allocation in which ``array`` lies, if it is one of the library's."""
+        region = Region.of(array)
+        for memory in self._allocated.values():
+            if Region.of(memory).holds(region):
+                return memory
+        return None
+
+    def shared(self, memory: np.ndarray) -> bool:
+        return _handle(memory) in self.node.exports
+
+    def export(self, array: np.ndarray) -> tuple[bytes, int] | None:
+        memory = self._allocation(array)
+        if memory is None:
+            return None
+        self.node.exports[_handle(memory)] = self, memory
+        return _handle(memory), Region.of(array).start - Region.of(memory).start
+
+    def mapped(self, handle: bytes, start: int, count: int, dtype: Any) -> np.ndarray:
+        owner, memory = self.node.exports[handle]
+        assert owner is not self, "CUDA opens no handle in the process that made it"
+        nbytes = count * np.dtype(dtype).itemsize
+        return Window(memory, start, nbytes, self).view(dtype).view(Mapped)
 
     # -- streams and events
 
@@ -202,11 +287,15 @@ class VirtualDriver:
         for _ in range(self.random.randrange(6) if self._loaded else 0):
             self.step()
         if record.reached and record.before:
-            for kernel in record.before:
-                kernel.observed = True
-            self._kernels = [kernel for kernel in self._kernels if not kernel.observed]
+            self._observed(record.before)
             record.before = frozenset()
         return record.reached
+
+    def _observed(self, kernels: Iterable[Access]) -> None:
+        for kernel in kernels:
+            kernel.observed = True
+        self._kernels = [kernel for kernel in self._kernels if not kernel.observed]
+        self._visits = [kernel for kernel in self._visits if not kernel.observed]
 
     # -- work
 
@@ -228,6 +317,8 @@ class VirtualDriver:
             if other not in stream.before:
                 self._check(kernel, other, "no stream, event or observed completion orders them")
         self._check_messages(kernel)
+        if kernel.visits:
+            self._visit(kernel)
         stream.before.add(kernel)
         self._kernels.append(kernel)
 
@@ -248,7 +339,11 @@ class VirtualDriver:
 
         def launch(stream: VirtualStream) -> None:
             kernel = Access(
-                f"kernel {name} on stream {stream.name}", known.reads, known.writes, known.arrays
+                f"kernel {name} on stream {stream.name}",
+                known.reads,
+                known.writes,
+                known.arrays,
+                known.visits,
             )
             self._launch(stream, kernel, task.start)
 
@@ -298,9 +393,47 @@ class VirtualDriver:
         self._messages.append(message)
         return message
 
+    @contextmanager
+    def inside(self, message: Access) -> Iterator[None]:
+        """What is launched now is done by the message itself: by a receive, where it writes."""
+        if not message.writes:
+            yield
+            return
+        self._messages.remove(message)
+        try:
+            yield
+        finally:
+            self._messages.append(message)
+
     def end(self, message: Access) -> None:
         """The host has observed that the message is over."""
         self._messages.remove(message)
+        for driver in self.node.drivers:
+            for kernel in driver._visits:
+                for region in kernel.visits:
+                    if not driver._offered(region):
+                        raise HazardError(
+                            f"{message.name} is taken for over, while {kernel.name} of the other "
+                            f"rank reads {self._tell(region)}: the host has observed no end of it"
+                        )
+
+    def _visit(self, kernel: Access) -> None:
+        for region in kernel.visits:
+            if not self._offered(region):
+                raise HazardError(
+                    f"{kernel.name} reads {self._tell(region)} of another rank, which is in no "
+                    "send that is under way there"
+                )
+        self._visits.append(kernel)
+
+    def _offered(self, region: Region) -> bool:
+        """Whether it lies in what another rank is sending."""
+        return any(
+            read.holds(region)
+            for driver in self.node.drivers
+            for message in driver._messages
+            for read in message.reads
+        )
 
     def _check_host(self, access: Access) -> None:
         for kernel in self._kernels:
@@ -321,32 +454,41 @@ class VirtualDriver:
             )
 
     def _tell(self, region: Region) -> str:
-        for name, array in self._memory.items():
+        # A piece lies in an allocation, and was named later.
+        for name, array in reversed(list(self._memory.items())):
             whole = Region.of(array)
-            if whole.start <= region.start < whole.stop:
+            if whole.holds(region):
                 size = array.itemsize
                 start, stop = ((at - whole.start) // size for at in region)
                 return f"elements {start} to {stop} of {name}"
         return f"bytes {region.start:#x} to {region.stop:#x}"
 
 
+def _handle(memory: np.ndarray) -> bytes:
+    return Region.of(memory).start.to_bytes(64, "little")
+
+
 class StreamTransport:
     """A transport that tells the virtual device which memory its messages touch, and when."""
 
     def __init__(self, transport: Transport, driver: VirtualDriver) -> None:
-        self.rank, self.size = transport.rank, transport.size
+        self.rank, self.size, self.slots = transport.rank, transport.size, transport.slots
         self._transport = transport
         self._driver = driver
 
-    def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
+    def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> WatchedMessage:
         task = self._transport.send(view, peer, slot, persistent=persistent)
-        begin = partial(self._driver.begin, f"a send to rank {peer}", view, writes=False)
-        return WatchedMessage(task, begin, self._driver.end)
+        return WatchedMessage(task, self._driver, f"a send to rank {peer}", view, writes=False)
 
-    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
+    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> WatchedMessage:
         task = self._transport.recv(view, peer, slot, persistent=persistent)
-        begin = partial(self._driver.begin, f"a receive from rank {peer}", view, writes=True)
-        return WatchedMessage(task, begin, self._driver.end)
+        return WatchedMessage(task, self._driver, f"a receive from rank {peer}", view, writes=True)
+
+    def duplicate(self) -> StreamTransport:
+        return StreamTransport(self._transport.duplicate(), self._driver)
+
+    def free(self) -> None:
+        self._transport.free()
 
 
 class WatchedMessage:
@@ -355,19 +497,26 @@ class WatchedMessage:
     immediate = False
 
     def __init__(
-        self, task: Task, begin: Callable[[], Access], end: Callable[[Access], None]
+        self, task: Any, driver: VirtualDriver, name: str, view: np.ndarray, *, writes: bool
     ) -> None:
-        self._task, self._begin, self._end = task, begin, end
+        self._task, self._driver = task, driver
+        self._name, self._view, self._writes = name, view, writes
         self._open: Access | None = None
 
     def start(self) -> None:
-        self._open = self._begin()
+        self._open = self._driver.begin(self._name, self._view, writes=self._writes)
         self._task.start()
 
     def done(self) -> bool:
-        if not self._task.done():
-            return False
-        if self._open is not None:
-            self._end(self._open)
+        if self._open is None:
+            return True
+        with self._driver.inside(self._open):
+            finished = self._task.done()
+        if finished:
+            self._driver.end(self._open)
             self._open = None
-        return True
+        return finished
+
+    def cancel(self) -> None:
+        if hasattr(self._task, "cancel"):
+            self._task.cancel()

@@ -31,6 +31,7 @@ class Gpu:
         self.pooled = 0
         self.stream_of = {index: 7000 + index for index in range(count)}
         self.handles = 100
+        self.special: set[int] = set()  # addresses that cannot be exported
 
     def note(self, what: str, *details: Any) -> None:
         self.log.append((what, self.current, *details))
@@ -138,7 +139,19 @@ def make(gpu: Gpu) -> types.ModuleType:
         gpu.note("query", event)
         return gpu.status
 
+    def ipc_handle(pointer: int) -> bytes:
+        gpu.note("export", pointer)
+        if pointer in gpu.special:
+            raise CUDARuntimeError(1)
+        return pointer.to_bytes(64, "little")
+
+    def ipc_open(handle: bytes) -> int:
+        gpu.note("open", handle)
+        return int.from_bytes(handle, "little") + (1 << 40)
+
     runtime.CUDARuntimeError = CUDARuntimeError
+    runtime.ipcGetMemHandle, runtime.ipcOpenMemHandle = ipc_handle, ipc_open
+    runtime.deviceSynchronize = lambda: gpu.note("synchronize")
     runtime.memcpyDefault = 4
     runtime.getDevice = lambda: gpu.current
     runtime.setDevice = set_device

@@ -11,7 +11,7 @@ from mpiring.schedule import staging
 from mpiring.schedule.catalog import Mean, Plan, schedule
 from mpiring.schedule.chunks import consecutive, split
 from mpiring.schedule.ops import Buffer, Copy, Recv, Reduce, Schedule, Send, Span, writes
-from mpiring.schedule.staging import staged
+from mpiring.schedule.staging import Detour, staged
 from mpiring.schedule.verify import Value, prove, prove_collective
 
 RING = ("allreduce", "reduce_scatter", "allgather")
@@ -62,6 +62,44 @@ def test_other_families(size: int) -> None:
         proved(Plan("allreduce", "doubling", chunks, in_place), segment)
         for root, pieces in itertools.product({0, size - 1}, (None, 2)):
             proved(Plan("bcast", "chain", chunks, True, pieces, root=root), segment)
+
+
+#: Which memory can be sent, and received into, as it is: what each rank has to see to by itself.
+WAYS = {
+    "all through scratch": Detour(Buffer.SCRATCH, frozenset(Buffer), frozenset(Buffer)),
+    "the caller's sends": Detour(
+        Buffer.SCRATCH, frozenset({Buffer.DATA, Buffer.INPUT}), frozenset()
+    ),
+    "as it is": Detour(Buffer.SCRATCH, frozenset(), frozenset()),
+}
+
+
+@pytest.mark.parametrize("collective", [*RING, "doubling", "bcast"])
+def test_every_rank_has_its_own_way(collective: str) -> None:
+    """Messages match whichever of their ends take a detour."""
+    algorithm = {"doubling": "doubling", "bcast": "chain"}.get(collective, "ring")
+    name = "allreduce" if collective == "doubling" else collective
+    ways = itertools.cycle(WAYS.values())
+    for size, in_place, segment in itertools.product((2, 3, 4), (True, False), (2, 64)):
+        plan = Plan(name, algorithm, split(0, 19, size), in_place or name == "bcast", 5)
+        detours = [next(ways) for _ in range(size)]
+        schedules = [staged(schedule(plan, rank), segment, detours[rank]) for rank in range(size)]
+        prove_collective(name, schedules, plan.chunks, in_place=plan.in_place)
+        for each, detour in zip(schedules, detours):
+            for op in itertools.chain.from_iterable(each.rounds):
+                if isinstance(op, Send) and op.src.buffer is not Buffer.SCRATCH:
+                    assert op.src.buffer not in detour.sends
+                if isinstance(op, Recv) and op.dst.buffer is not Buffer.SCRATCH:
+                    assert op.dst.buffer not in detour.receives
+
+
+def test_memory_that_can_be_sent_takes_no_slots() -> None:
+    plan = Plan("allreduce", "ring", split(0, 64, 4), True, 4)
+    plain = schedule(plan, 1)
+    as_it_is = staged(plain, 4, WAYS["as it is"])
+    assert as_it_is.scratch == plain.scratch
+    sends = staged(plain, 4, WAYS["the caller's sends"])
+    assert sends.scratch == plain.scratch + 2 * 4  # two slots, in turn
 
 
 @pytest.mark.parametrize("collective", RING)
