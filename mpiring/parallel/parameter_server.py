@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -329,6 +330,10 @@ class ParameterServer:
             self.close()
         elif self._open and issubclass(kind, Exception) and self._error is None:
             # The others need not know what went wrong here, but the shard that lives here.
+            sys.stderr.write(
+                f"mpiring: rank {self.rank} leaves its parameter server by {kind.__name__}: "
+                f"{error}; it goes on when the other workers are done\n"
+            )
             self._give_up()
         else:
             self._leave()
