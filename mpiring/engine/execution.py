@@ -10,7 +10,7 @@ round before: the only rule of order there is, for MPI and for GPU streams alike
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpiring.device.base import Device, Reduction
@@ -71,8 +71,12 @@ class Execution:
         before: Sequence[Task] = (),
         after: Sequence[Task] = (),
         label: str = "",
+        once: bool = False,
     ) -> None:
-        """``before`` and ``after`` are local tasks around the schedule: packing and unpacking."""
+        """``before`` and ``after`` are local tasks around the schedule: packing and unpacking.
+
+        ``once``: it is never started again, and lets go of all memory at its end.
+        """
         rounds = [
             list(before),
             *([t for op in _ordered(ops) for t in binding.tasks(op)] for ops in schedule.rounds),
@@ -84,6 +88,7 @@ class Execution:
         self.binding = binding
         self.schedule = schedule
         self.label = label
+        self._once = once
         self.finished = True
         self.error: BaseException | None = None
         self.nbytes_sent = schedule.sent * binding.buffers[Buffer.DATA].dtype.itemsize
@@ -111,12 +116,19 @@ class Execution:
                 moved = True
             if self._next == len(self._rounds):
                 self.finished = True
+                if self._once:
+                    self._let_go()
                 return True
             starts, dones = self._rounds[self._next]
             self._next += 1
             for start in starts:
                 start()
             self._pending = pending = list(dones)
+
+    def _let_go(self) -> None:
+        """Whoever still holds this asks only how it ended."""
+        self._tasks, self._rounds, self._pending = [], [], []
+        self.binding = replace(self.binding, buffers={})
 
     def cancel(self) -> None:
         """Take back the receives that are open, so that nothing is written any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -75,3 +77,21 @@ def test_an_error_of_one_rank_ends_all() -> None:
 
     with pytest.raises(ZeroDivisionError, match="at step 3"):
         World(2).run(program)
+
+
+def test_what_runs_once_lets_go_of_its_memory_when_it_is_over() -> None:
+    """Collectives that have ended are remembered for a while; their scratch is wanted again."""
+
+    def program(transport: VirtualTransport, engine: ProgressEngine) -> list[bool]:
+        own = schedule(Plan("allreduce", "ring", split(0, 8, 2)), transport.rank)
+        buffers = {Buffer.DATA: np.ones(8, "f4"), Buffer.SCRATCH: np.empty(own.scratch, "f4")}
+        scratch = weakref.ref(buffers[Buffer.SCRATCH])
+        binding = Binding(buffers, HostDevice(), transport, slot=1, reduction=SUM)
+        execution = Execution(own, binding, once=True)
+        del buffers, binding
+        engine.start(execution)
+        before = scratch() is not None
+        engine.wait(lambda: execution.finished)
+        return [before, scratch() is not None]
+
+    assert World(2).run(program) == [[True, False]] * 2
