@@ -110,8 +110,10 @@ class ProgressEngine:
         if self._fruitless == _PATIENCE:
             self._since = now
         else:
+            seconds, fruitless, self._fruitless = now - self._since, self._fruitless, 0
             for watcher in tuple(self._watchers):
-                watcher(now - self._since)
+                watcher(seconds)
+            self._fruitless = fruitless  # unless one raised: then time begins anew
 
     def attach(self, actor: Actor) -> None:
         """Poll ``actor`` too; what its ``advance`` raises is raised by whoever polls."""
