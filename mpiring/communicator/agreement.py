@@ -11,7 +11,9 @@ of them stand still, and a rank that stands still looks at the records that have
 come, then sends its own: so ranks which wait for different things find out.
 
 Records travel point-to-point on a communicator of their own. A record that
-nobody asked for is answered with one's own for that number, once.
+nobody asked for is answered with one's own for that number, once. Before that
+communicator is freed, ``part`` sees to it that no record is left on its way:
+MPI gives its tag space to the next communicator that is made.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from mpiring.engine.progress import ProgressEngine
 from mpiring.errors import ArgumentError, DtypeError, MismatchError, MpiringError, StallError
 
 #: Seconds without movement after which a rank tells the others what it is in.
@@ -33,20 +36,29 @@ _KEPT = 1024  # records of ended calls that can still be asked for
 _COMPLAINT = "!"
 
 
+class Farewell(NamedTuple):
+    """The last call of a rank: how it ended, and how often it had started what is persistent."""
+
+    number: int
+    how: str
+    starts: dict[int, int]
+
+
 class Agreement:
     """The comparison of one communicator's calls over its ranks."""
 
-    def __init__(self, control: Any) -> None:
-        self._control = control
+    def __init__(self, control: Any, engine: ProgressEngine) -> None:
+        self._control, self._engine = control, engine
+        self._awaited = 0  # calls whose records are not all in
         self.rank, self.size = control.Get_rank(), control.Get_size()
         self._mine: dict[int, str] = {}
         self._theirs: defaultdict[int, dict[int, str]] = defaultdict(dict)
         self._told: dict[int, set[int]] = {}
         self._sending: list[Any] = []
-        self._last: int | None = None  # the call after which this rank makes none
         self._oldest = 0  # records of calls before this one are forgotten
-        #: Ranks that make no call any more, and how they said it.
-        self.gone: dict[int, str] = {}
+        self._farewell: Farewell | None = None
+        self._quiet = False
+        self._gone: dict[int, Farewell] = {}
 
     def open(self, number: int, record: str) -> None:
         """Call ``number`` has begun here, with this record."""
@@ -54,10 +66,10 @@ class Agreement:
         if number in self._theirs:
             self._answer(number, list(self._theirs[number]))
 
-    def close(self, number: int, how: str) -> None:
-        """This rank makes no call any more; ``how`` it ended is its last record."""
-        self._last = number
-        self.open(number, how)
+    def close(self, farewell: Farewell) -> None:
+        """This rank makes no call any more."""
+        self._farewell = farewell
+        self.open(farewell.number, farewell.how)
 
     def forget(self, before: int) -> None:
         """Calls before this number have ended here; all but the last of them are forgotten."""
@@ -74,27 +86,47 @@ class Agreement:
 
     def _tell(self, number: int, peer: int) -> None:
         told = self._told.setdefault(number, {self.rank})
-        if peer not in told:
+        if peer not in told and not self._quiet:
             told.add(peer)
-            message = (number, self._mine[number], number == self._last)
+            final = self._farewell if self._farewell and self._farewell.number == number else None
+            message = (number, self._mine[number], final)
             self._sending.append(self._control.isend(message, peer))
 
-    def listen(self) -> None:
+    def wait_for(self, number: int) -> None:
+        """Tell the others of call ``number``, and listen in every poll until they have told."""
+        self.tell(number)
+        if not self._awaited:
+            self._engine.attach(self)
+        self._awaited += 1
+
+    def end_wait(self, *, of_all: bool = False) -> None:
+        if self._awaited:
+            self._awaited -= self._awaited if of_all else 1
+            if not self._awaited:
+                self._engine.detach(self)
+
+    def advance(self) -> bool:
+        """An actor's part in a poll."""
+        return self.listen()
+
+    def listen(self) -> bool:
         """Take in the records that have come; answer those that were not asked for."""
-        self._sending = [request for request in self._sending if not request.test()[0]]
+        self.sent()
+        moved = False
         while (message := self._control.improbe()) is not None:
             from mpi4py import MPI
 
             status = MPI.Status()
-            number, record, last = message.recv(status)
+            number, record, farewell = message.recv(status)
             peer = status.Get_source()
-            if last:
-                self.gone[peer] = record
-            if number < self._oldest:
-                continue
-            self._theirs[number][peer] = record
+            if farewell:
+                self._gone[peer] = farewell
+            if number >= self._oldest:
+                self._theirs[number][peer] = record
             if number in self._mine:  # if not, ``open`` will find it
                 self._answer(number, [peer])
+            moved = True
+        return moved
 
     def _answer(self, number: int, peers: list[int]) -> None:
         """Those whose records differ from this rank's concern all; others want this one's only."""
@@ -103,17 +135,52 @@ class Agreement:
         for peer in peers:
             self._tell(number, peer)
 
+    def sent(self) -> bool:
+        """Whether all that was told is on its way, so that nothing need be kept for it."""
+        self._sending = [request for request in self._sending if not request.test()[0]]
+        return not self._sending
+
     def heard(self, number: int) -> bool:
         """Whether the records of all ranks are in."""
-        return len(self._theirs[number]) >= self.size - 1
+        if not self._gone:  # asked in every poll of a wait
+            return len(self._theirs[number]) == self.size - 1
+        return len(self.records(number)) == self.size
 
     def doubtful(self, number: int) -> bool:
         """Whether some rank's record differs from this one's."""
-        return any(record != self._mine[number] for record in self._theirs[number].values())
+        return len(set(self.records(number).values())) > 1
 
     def records(self, number: int) -> dict[int, str]:
-        """The record of each rank that is known, in order of ranks."""
-        return dict(sorted({**self._theirs[number], self.rank: self._mine[number]}.items()))
+        """The record of each rank that is known, in order of ranks.
+
+        A rank that had gone before this call has its last record for it.
+        """
+        known = {self.rank: self._mine[number], **self._theirs[number]}
+        for peer, farewell in self._gone.items():
+            if farewell.number <= number:
+                known.setdefault(peer, farewell.how)
+        return dict(sorted(known.items()))
+
+    def deserters(self, slot: int, starts: int) -> dict[int, str]:
+        """Ranks that went before they started the persistent collective ``slot`` so often."""
+        return {
+            peer: farewell.how
+            for peer, farewell in sorted(self._gone.items())
+            if farewell.starts.get(slot, 0) < starts
+        }
+
+    def part(self, number: int, word: str) -> None:
+        """Say a last ``word``, as call ``number``: messages between two ranks keep their order,
+        so that when all have come nothing else is on its way.
+        """
+        self.open(number, word)
+        self.tell(number)
+        self._quiet = True
+
+    def parted(self, number: int) -> bool:
+        """Whether all ranks have said their last word."""
+        self.listen()
+        return len(self._theirs[number]) == self.size - 1 and self.sent()
 
     def verdict(self, number: int) -> Exception | None:
         """The error that the records of call ``number`` amount to, in words that are the
@@ -134,7 +201,8 @@ class Agreement:
 
     def silent(self, number: int) -> list[int]:
         """Ranks that have not said that they are in call ``number``."""
-        return [r for r in range(self.size) if r != self.rank and r not in self._theirs[number]]
+        known = self.records(number)
+        return [rank for rank in range(self.size) if rank not in known]
 
 
 def complaint(error: Exception) -> str:
@@ -149,12 +217,12 @@ class Agreed:
 
     def __init__(self, agreement: Agreement, number: int) -> None:
         self._agreement, self._number = agreement, number
-        agreement.tell(number)
+        agreement.wait_for(number)
 
     def done(self) -> bool:
-        self._agreement.listen()
         if not self._agreement.heard(self._number):
             return False
+        self._agreement.end_wait()
         error = self._agreement.verdict(self._number)
         if error is not None:
             raise error

@@ -33,12 +33,12 @@ class Call:
     record: str = ""
     before: tuple[tuple[Any, Any], ...] = ()  #: (source, target) copies around the schedule
     after: tuple[tuple[Any, Any], ...] = ()
-    persistent: bool = False
+    kind: str = ""
 
 
-def persistent(call: Call) -> Call:
-    """The same call, to be bound now and started later: another thing to agree on."""
-    return replace(call, record=f"persistent {call.record}", persistent=True)
+def of_kind(kind: str, call: Call) -> Call:
+    """The same call, non-blocking or persistent: as in MPI these match their own kind only."""
+    return replace(call, record=f"{kind} {call.record}", kind=kind)
 
 
 def borrowing(call: Call) -> Call:

@@ -17,10 +17,11 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from mpiring.communicator.agreement import (
     TELL_AFTER,
     Agreed,
     Agreement,
+    Farewell,
     Patience,
     complaint,
     name_ranks,
@@ -43,7 +45,7 @@ from mpiring.communicator.arguments import (
     overlap,
     vector_operand,
 )
-from mpiring.communicator.call import Call, Memory, borrowing, persistent
+from mpiring.communicator.call import Call, Memory, borrowing, of_kind
 from mpiring.communicator.operations import SUM, Operation
 from mpiring.device.base import Device
 from mpiring.device.host import HostDevice
@@ -111,13 +113,18 @@ class Communicator:
             self._transport = comm
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
-        # Tags: half of them for one-shot collectives in turn, so that one comes again after so
-        # many calls that nothing is left of the last; half for those that keep theirs.
-        self._turns = self._transport.slots // 2
+        # Half of the tags are for collectives that keep theirs. The others are taken in turn by
+        # one-shot ones, and hold a trace of the signature: calls that differ do not match.
+        half = self._transport.slots // 2
+        self._traces = 1 << half.bit_length() // 2
+        self._turns = half // self._traces
+        self._kept_slots = range(half, self._transport.slots)
         self._calls = 0
         self._flying: dict[int, Flight] = {}  # by slot
         self._pruned = 0
         self._unwaited = 0
+        self._starts: dict[int, int] = {}  # of persistent collectives, by slot
+        self._damaged = False  # an error may have left messages that nobody will take
         self._seen: OrderedDict[str, int] = OrderedDict()  # record -> slot of blocking calls
         self._memory = Memory()
         self._patience = Patience()
@@ -167,7 +174,7 @@ class Communicator:
             private.Set_errhandler(MPI.ERRORS_RETURN)
         self._transport = MpiTransport(self._private[0])
         self._engine.yields |= more_ranks_than_cores(self._private[1])
-        self._agreement = Agreement(self._private[1])
+        self._agreement = Agreement(self._private[1], self._engine)
         ending.attend(self, comm.Get_size())
         if progress == "thread":
             self._engine.start_thread()
@@ -351,21 +358,39 @@ class Communicator:
             return
         number = self._number()
         self._engine.wait(lambda: not self._under_way())
+        failed = [f.execution for f in self._flying.values() if f.execution.error is not None]
+        damaged = self._damaged = self._damaged or bool(failed)
         if self._agreement is not None and self._check != "0":
-            self._agreement.close(number, "Free")
+            self._agreement.close(Farewell(number, "Free", self._starts))
             self._meet(number, "Free")
+            damaged = self._part(self._number())
         self._leave()
         if self._unwaited:
             warnings.warn(
                 f"Communicator.Free: {self._unwaited} requests of rank {self.rank} were never "
-                "waited for; their collectives have been finished",
+                "waited for; their collectives have been finished"
+                + "".join(f", but for {each.label}: {each.error}" for each in failed),
                 RuntimeWarning,
                 stacklevel=2,
             )
         for transport in self._lent:
             transport.free()
-        for private in self._private:
-            private.Free()
+        if not damaged:
+            for private in self._private:
+                private.Free()
+
+    def _part(self, number: int) -> bool:
+        """Wait until nothing is on its way between the ranks; whether any met an error.
+
+        Then messages may lie on the private communicators that nobody will take: they are
+        not freed, as MPI would give their tag space to the next one.
+        """
+        agreement = self._agreement
+        assert agreement is not None
+        agreement.part(number, "damaged" if self._damaged else "whole")
+        with self._waiting(number, "Free"):
+            self._engine.wait(lambda: agreement.parted(number))
+        return "damaged" in agreement.records(number).values()
 
     def __enter__(self) -> Communicator:
         return self
@@ -388,7 +413,7 @@ class Communicator:
         if self._freed or agreement is None:
             return
         number = self._number()
-        agreement.close(number, "end of the program")
+        agreement.close(Farewell(number, "end of the program", self._starts))
         agreement.tell(number)
         begin = time.monotonic()
 
@@ -397,7 +422,7 @@ class Communicator:
             seconds = time.monotonic() - begin
             if self._under_way():
                 return seconds > self._patience.warn_after
-            return agreement.heard(number) or seconds > HEAR_WITHIN
+            return (agreement.heard(number) and agreement.sent()) or seconds > HEAR_WITHIN
 
         flights = self._under_way()
         with suppress(StallError):
@@ -421,12 +446,14 @@ class Communicator:
         """Tell the others that this rank makes no call any more, without waiting for them."""
         if self._agreement is not None:
             number = self._number()
-            self._agreement.close(number, how)
+            self._agreement.close(Farewell(number, how, self._starts))
             self._agreement.tell(number)
 
     def _leave(self) -> None:
         self._freed = True
         self._engine.unwatch(self._stalled)
+        if self._agreement is not None:
+            self._agreement.end_wait(of_all=True)
 
     # -- understanding a call -------------------------------------------------------------
 
@@ -619,8 +646,8 @@ class Communicator:
     def _run(self, understand: Callable[[], Call], label: str) -> Request:
         """Begin a one-shot collective."""
         number = self._number()
-        call, gates = self._agreed(number, understand)
-        slot = number % self._turns
+        call, gates = self._agreed(number, lambda: of_kind("non-blocking", understand()))
+        slot = number % self._turns * self._traces + crc32(call.record.encode()) % self._traces
         self._make_room(slot)
         execution = self._execution(call, slot, label, persistent=False)
         self._flying[slot] = Flight(number, execution)
@@ -635,17 +662,19 @@ class Communicator:
     def _bind(self, understand: Callable[[], Call], label: str) -> Request:
         """Make a persistent collective: compared over the ranks now, never when it starts."""
         number = self._number()
-        call, gates = self._agreed(number, lambda: persistent(understand()))
+        call, gates = self._agreed(number, lambda: of_kind("persistent", understand()))
         if gates:
             self._meet(number, f"{label} ({call.record})")
         slot = self._own_slot(number)
         execution = self._execution(call, slot, label, persistent=True)
         flight = Flight(None, execution)
+        self._starts[slot] = 0
 
         def begin() -> list[Completion]:
             if self._freed:
                 raise ArgumentError("Start: the request's communicator has been freed")
             self._flying[slot] = flight
+            self._starts[slot] += 1
             return self._entry(call)
 
         return Request(self._engine, execution, begin, persistent=True)
@@ -700,7 +729,7 @@ class Communicator:
 
     def _own_slot(self, number: int) -> int:
         """A slot that stays with what call ``number`` has made: the same on every rank."""
-        return self._turns + number % (self._transport.slots - self._turns)
+        return self._kept_slots[number % len(self._kept_slots)]
 
     def _number(self) -> int:
         if self._freed:
@@ -766,7 +795,11 @@ class Communicator:
 
     def _prune(self) -> None:
         """Forget what has ended."""
-        self._flying = {s: f for s, f in self._flying.items() if not f.execution.finished}
+        self._flying = {
+            slot: flight
+            for slot, flight in self._flying.items()
+            if not flight.execution.finished or flight.execution.error is not None
+        }
         self._pruned = len(self._flying)
         if self._agreement is not None:
             numbers = [f.number for f in self._flying.values() if f.number is not None]
@@ -792,7 +825,7 @@ class Communicator:
         known = call.record in self._seen
         if known:
             self._seen.move_to_end(call.record)
-        elif not call.persistent:
+        elif call.kind != "persistent":
             self._seen[call.record] = self._own_slot(number)
             if len(self._seen) > _SEEN:
                 self._seen.popitem(last=False)
@@ -807,15 +840,22 @@ class Communicator:
     def _meet(self, number: int, label: str) -> None:
         """Wait until all ranks have made call ``number``; raises if they made different ones."""
         assert self._agreement is not None
+        agreed = Agreed(self._agreement, number)
+        with self._waiting(number, label):
+            try:
+                self._engine.wait(agreed.done)
+            except MismatchError:
+                self._forget(number)
+                raise
+
+    @contextmanager
+    def _waiting(self, number: int, label: str) -> Iterator[None]:
+        """Inside, waiting for the other ranks counts as something under way."""
         meeting = Meeting(label)
         self._flying[_MEETING] = Flight(number, meeting)
-        self._engine.attach(meeting)  # a wait for others counts as something under way
+        self._engine.attach(meeting)
         try:
-            agreed = Agreed(self._agreement, number)
-            self._engine.wait(agreed.done)
-        except MpiringError:
-            self._forget(number)
-            raise
+            yield
         finally:
             self._engine.detach(meeting)
             del self._flying[_MEETING]
@@ -832,6 +872,7 @@ class Communicator:
     def _explained(self, number: int, error: BaseException) -> BaseException:
         """What all ranks say of a call in which this one met bytes that were not agreed."""
         agreement = self._agreement
+        self._damaged = True
         if agreement is None or self._check == "0" or not isinstance(error, TransportError):
             return error
         return self._heard_verdict(number) or error
@@ -857,6 +898,7 @@ class Communicator:
         Data of the failed call may be on its way in the slots of now.
         """
         assert self._agreement is not None
+        self._damaged = True
         for record in self._agreement.records(number).values():
             self._seen.pop(record, None)
 
@@ -869,9 +911,14 @@ class Communicator:
         agreement.listen()
         late = seconds > HEAR_WITHIN
         number, execution = min(under_way, key=lambda flight: flight.number or self._calls)
-        if number is None:
-            if seconds > TELL_AFTER and agreement.gone:
-                self._engine.fail(execution, _deserted(agreement.gone, execution.label))
+        if isinstance(execution, Meeting):
+            pass  # it asks for itself
+        elif number is None:
+            slot = execution.binding.slot
+            deserters = agreement.deserters(slot, self._starts[slot])
+            if deserters and seconds > TELL_AFTER:
+                self._damaged = True
+                self._engine.fail(execution, _deserted(deserters, execution.label))
         elif self._check != "0":
             if seconds > TELL_AFTER or agreement.doubtful(number):
                 agreement.tell(number)
@@ -890,7 +937,8 @@ class Communicator:
         told = f"rank {self.rank} waits in {execution.tell()}"
         if number is None or self._check == "0":
             return told
-        return f"{told}; not there yet: {name_ranks(self._agreement.silent(number))}"
+        silent = self._agreement.silent(number)
+        return f"{told}; {'not there yet: ' + name_ranks(silent) if silent else 'so do all'}"
 
 
 class Flight(NamedTuple):
@@ -904,6 +952,7 @@ class Meeting:
     """Waiting for all ranks to make a call; stands where an execution does."""
 
     finished = False
+    error = None
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -929,8 +978,8 @@ class _Remembered:
             raise
 
 
-def _deserted(gone: dict[int, str], label: str) -> MismatchError:
-    left = "; ".join(f"rank {rank}: {how}" for rank, how in sorted(gone.items()))
+def _deserted(deserters: dict[int, str], label: str) -> MismatchError:
+    left = "; ".join(f"rank {rank}: {how}" for rank, how in deserters.items())
     return MismatchError(f"ranks wait in {label}, but not all are left: {left}")
 
 
