@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import allgather, allreduce, persistent, reduce_scatter, report
+from bench import allgather, allreduce, exchange, persistent, reduce_scatter, report
 from bench.case import Benchmark, Problem, Row, World
 from bench.measure import Clock
 from bench.options import Stop, counts, parse
@@ -22,7 +22,7 @@ from mpiring.transport.launcher import disagreement, launched
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (allreduce, reduce_scatter, allgather, persistent)
+    for module in (allreduce, reduce_scatter, allgather, persistent, exchange)
 }
 
 

@@ -17,6 +17,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "ring": {"color": "#0072B2", "marker": "o"},
     "persistent": {"color": "#009E73", "marker": "D"},
     "plain": {"color": "#CC79A7", "marker": "^"},
+    "colocated": {"color": "#009E73", "marker": "D"},
+    "server": {"color": "#D55E00", "marker": "s"},
     "mpi": {"color": "#D55E00", "marker": "s", "linestyle": "--"},
     "mpi-out": {"color": "#555555", "marker": "v", "linestyle": "--"},
 }

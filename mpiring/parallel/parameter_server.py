@@ -177,6 +177,7 @@ class ParameterServer:
         self._lock = threading.RLock()  # a progress thread polls too
         self._error: BaseException | None = None
         self._open = True
+        self._summary: Summary | None = None
         self._waits_for = ""
         self._patience = Patience()
         self._engine.attach(self)
@@ -310,7 +311,7 @@ class ParameterServer:
         """Take no further step, and serve the others until all have done so.
 
         With ``final`` every worker ends with the parameters that the last one left behind; without,
-        a rank that only works returns at once, with those of its own last step.
+        with those of its own last step, and nothing is sent.
         """
         if not self._open:
             return
@@ -362,8 +363,11 @@ class ParameterServer:
         """What all ranks do together, those that failed too."""
         self._wait(self._over, what)
         self._leave()
-        if self._record:
-            self._write_logs()
+        told = [json.loads(text) for text in everyone(self._comm, json.dumps(self._account()))]
+        self._summary = _summed(told)
+        if self._record and self.rank == 0:
+            logs = [parse_logs(told[server]["log"])[0] for server in self._roles.servers]
+            _write(Path(self._record), format_logs(logs))
         if self._owns:
             self._comm.Free()
 
@@ -425,8 +429,14 @@ class ParameterServer:
         return traffic(self._roles, shard_bytes(self.keys, len(self._roles.servers)))
 
     def summary(self) -> Summary:
-        """What all ranks did. Collective, after ``close``."""
-        mine: dict[str, Any] = {"sent": self._outbox.sent, "in": Counter[str]()}
+        """What all ranks did, known after ``close``. Not collective."""
+        if self._summary is None:
+            raise ArgumentError("summary: there is one after close(), and none of a broken run")
+        return self._summary
+
+    def _account(self) -> dict[str, Any]:
+        """What this rank did, for JSON."""
+        mine: dict[str, Any] = {"out": self._outbox.sent, "in": Counter[str]()}
         if self._client is not None:
             mine["in"].update(self._client.received)
             mine["steps"] = self._client.state.step
@@ -436,39 +446,42 @@ class ParameterServer:
             mine["in"].update(self._service.received)
             mine["used"] = state.applied + state.discarded
             mine["staleness"], mine["skipped"] = state.staleness, self._service.skipped
-        ranks = [json.loads(text) for text in everyone(self._comm, json.dumps(mine))]
+            mine["log"] = format_logs([state.log]) if self._record else ""
+        return mine
 
-        def count(name: str) -> Counter[int]:
-            total: Counter[int] = Counter()
-            for rank in ranks:
-                total.update({int(key): n for key, n in rank.get(name, {}).items()})
-            return total
 
-        def step_bytes(name: str) -> dict[int, int]:
-            return {
-                rank: told[name].get("push", 0) + told[name].get("pull", 0)
-                for rank, told in enumerate(ranks)
-            }
+def _summed(ranks: Sequence[dict[str, Any]]) -> Summary:
+    def count(name: str) -> Counter[int]:
+        total: Counter[int] = Counter()
+        for rank in ranks:
+            total.update({int(key): n for key, n in rank.get(name, {}).items()})
+        return total
 
-        return Summary(
-            bytes_in=step_bytes("in"),
-            bytes_out=step_bytes("sent"),
-            final_bytes=sum(told["sent"].get("final", 0) for told in ranks),
-            steps={rank: told["steps"] for rank, told in enumerate(ranks) if "steps" in told},
-            staleness=count("staleness"),
-            skipped=count("skipped"),
-            updates_lost=sum(told.get("pushed", 0) - told.get("used", 0) for told in ranks),
-        )
+    def step_bytes(way: str) -> dict[int, int]:
+        return {
+            rank: told[way].get("push", 0) + told[way].get("pull", 0)
+            for rank, told in enumerate(ranks)
+        }
 
-    def _write_logs(self) -> None:
-        state = self._service.state if self._service is not None else None
-        texts = everyone(self._comm, format_logs([state.log]) if state is not None else "")
-        logs = [parse_logs(texts[server])[0] for server in self._roles.servers]
-        if self._comm.rank == 0:
-            path = Path(self._record or "")
-            beside = path.with_name(f".{path.name}.{os.getpid()}")
-            beside.write_text(format_logs(logs))
-            os.replace(beside, path)
+    return Summary(
+        bytes_in=step_bytes("in"),
+        bytes_out=step_bytes("out"),
+        final_bytes=sum(told["out"].get("final", 0) for told in ranks),
+        steps={rank: told["steps"] for rank, told in enumerate(ranks) if "steps" in told},
+        staleness=count("staleness"),
+        skipped=count("skipped"),
+        updates_lost=sum(told.get("pushed", 0) - told.get("used", 0) for told in ranks),
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """A file whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _flat(array: Any, name: str, *, writable: bool = True) -> Array:

@@ -480,6 +480,8 @@ def test_what_a_worker_does_wrong_is_told() -> None:
         server.push("bias", parameters["bias"])
         server.push("table", parameters["table"])
         server.step()
+        with pytest.raises(ArgumentError, match="there is one after close"):
+            server.summary()
         server.close()
         server.close()
         with pytest.raises(ArgumentError, match="push: the parameter server is closed"):
