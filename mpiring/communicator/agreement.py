@@ -26,7 +26,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiring.engine.progress import ProgressEngine
-from mpiring.errors import ArgumentError, DtypeError, MismatchError, MpiringError, StallError
+from mpiring.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    MismatchError,
+    MpiringError,
+    StallError,
+)
 
 #: Seconds without movement after which a rank tells the others what it is in.
 TELL_AFTER = 1.0
@@ -34,6 +41,8 @@ TELL_AFTER = 1.0
 HEAR_WITHIN = 5.0
 _KEPT = 1024  # records of ended calls that can still be asked for
 _COMPLAINT = "!"
+#: Errors that stay what they are when all ranks raise them; others become ArgumentError.
+_COMPLAINTS = {each.__name__: each for each in (DtypeError, DeviceError)}
 
 
 class Farewell(NamedTuple):
@@ -193,7 +202,7 @@ class Agreement:
         if complaints:
             kind, _, text = complaints[0][1:].partition(":")
             where = name_ranks(ranks[complaints[0]])
-            return (DtypeError if kind == "DtypeError" else ArgumentError)(f"{where}: {text}")
+            return _COMPLAINTS.get(kind, ArgumentError)(f"{where}: {text}")
         if len(ranks) == 1:
             return None
         told = "; ".join(f"{name_ranks(where)}: {record}" for record, where in ranks.items())
@@ -206,8 +215,8 @@ class Agreement:
 
 
 def complaint(error: Exception) -> str:
-    """The record of a rank whose own arguments are wrong."""
-    kind = "DtypeError" if isinstance(error, DtypeError) else "ArgumentError"
+    """The record of a rank whose own arguments are wrong, or that lacks what they take."""
+    kind = next((name for name, each in _COMPLAINTS.items() if isinstance(error, each)), "")
     what = "" if isinstance(error, MpiringError) else f"{type(error).__name__}: "
     return f"{_COMPLAINT}{kind}:{what}{error}"
 

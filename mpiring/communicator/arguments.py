@@ -199,7 +199,7 @@ def _whole(array: Any, datatype: Any, name: str, writable: bool) -> tuple[Operan
     if array.flags.c_contiguous:
         flat = array.reshape(-1)
         return Operand(name, flat if dtype == array.dtype else _viewed(flat, dtype, name)), unit
-    if not isinstance(array, np.ndarray):
+    if not isinstance(array, np.ndarray) or hasattr(array, "__cuda_array_interface__"):
         raise ArgumentError(
             f"{name}: a device array must be C-contiguous (cupy.ascontiguousarray makes one)"
         )
@@ -209,7 +209,7 @@ def _whole(array: Any, datatype: Any, name: str, writable: bool) -> tuple[Operan
 
 
 def _as_array(value: Any, name: str) -> Any:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not hasattr(value, "__cuda_array_interface__"):
         return np.asarray(value)  # of the base class: a matrix stays two-dimensional for ever
     if hasattr(value, "__cuda_array_interface__"):
         from mpiring.device.cuda import wrap

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from mpiring.communicator.arguments import Operand
 from mpiring.communicator.operations import Operation
-from mpiring.device.base import Reduction
+from mpiring.device.base import Device, Reduction
 from mpiring.engine.execution import Execution
 from mpiring.schedule.catalog import Plan
-from mpiring.schedule.ops import Buffer
+from mpiring.schedule.ops import Buffer, Schedule
 
 #: Bound collectives kept, and bytes of scratch that they may hold together.
 KEPT, KEPT_BYTES = 64, 128 << 20
@@ -34,6 +34,21 @@ class Call:
     before: tuple[tuple[Any, Any], ...] = ()  #: (source, target) copies around the schedule
     after: tuple[tuple[Any, Any], ...] = ()
     kind: str = ""
+    schedule: Schedule | None = None
+    memory: Mapping[Buffer, Any] = field(default_factory=dict)  #: what the schedule needs
+    device: Device | None = None
+
+    @property
+    def buffers(self) -> dict[Buffer, Any]:
+        """The arrays that the schedule works on."""
+        source = {} if self.input is None else {Buffer.INPUT: self.input.flat}
+        return {Buffer.DATA: self.data.flat, **source}
+
+    @property
+    def given(self) -> list[Any]:
+        """The arrays that the caller's own work may still be writing or reading."""
+        copied = [source for source, _ in self.before] + [target for _, target in self.after]
+        return [*self.buffers.values(), *copied]
 
 
 def of_kind(kind: str, call: Call) -> Call:
@@ -43,17 +58,10 @@ def of_kind(kind: str, call: Call) -> Call:
 
 def borrowing(call: Call) -> Call:
     """The same call on the same memory, without keeping the caller's arrays alive."""
-    data = replace(call.data, flat=_borrowed(call.data.flat))
-    source = call.input and replace(call.input, flat=_borrowed(call.input.flat))
+    assert call.device is not None
+    data = replace(call.data, flat=call.device.borrow(call.data.flat))
+    source = call.input and replace(call.input, flat=call.device.borrow(call.input.flat))
     return replace(call, data=data, input=source)
-
-
-def _borrowed(flat: np.ndarray) -> np.ndarray:
-    if not flat.size:
-        return flat
-    address = flat.__array_interface__["data"][0]
-    octets = memoryview((ctypes.c_char * flat.nbytes).from_address(address))
-    return np.frombuffer(octets, flat.dtype)
 
 
 class Memory:
@@ -78,6 +86,11 @@ class Memory:
                     return None
                 address = argument.__array_interface__["data"][0]
                 parts += (address, argument.size, argument.dtype, flags.writeable)
+            elif kind is self._device_array():
+                if not argument.flags.c_contiguous:
+                    return None
+                address = argument.__cuda_array_interface__["data"][0]
+                parts += (address, argument.size, argument.dtype, "device")
             elif kind in (str, int, Reduction) or _is_counts(argument):
                 parts.append(argument)
             elif id(argument) in self._constants:
@@ -85,6 +98,11 @@ class Memory:
             else:
                 return None
         return tuple(parts)
+
+    @staticmethod
+    def _device_array() -> Any:
+        """CuPy's type of arrays. (Those of others are handed over by a protocol at every call.)"""
+        return getattr(sys.modules.get("cupy"), "ndarray", None)
 
     def get(self, key: tuple[Any, ...] | None) -> tuple[str, Execution] | None:
         if key is None or key not in self._bound:
@@ -112,5 +130,5 @@ def _is_counts(value: Any) -> bool:
 
 
 def _scratch(execution: Execution) -> int:
-    scratch = execution.binding.buffers.get(Buffer.SCRATCH)
-    return 0 if scratch is None else scratch.nbytes
+    buffers = execution.binding.buffers
+    return sum(buffers[each].nbytes for each in (Buffer.SCRATCH, Buffer.HOST) if each in buffers)

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from zlib import crc32
 
 import numpy as np
 
-from mpiring.communicator import ending, operations
+from mpiring.communicator import ending, operations, paths
 from mpiring.communicator.agreement import (
     HEAR_WITHIN,
     TELL_AFTER,
@@ -81,7 +81,10 @@ class Communicator:
     ``progress``: "poll" moves collectives on whenever any mpiring call runs;
     "thread" also runs a thread that polls (needs MPI_THREAD_MULTIPLE).
     ``algorithm``: "auto", or the name of one family where it exists.
-    ``segment``: bytes that travel at once within a chunk.
+    ``segment``: bytes that travel at once within a chunk; the default depends on where
+    arrays live.
+    ``gpu_path``: how device arrays travel, "auto", "direct", "staged" or "peer" (see
+    ``paths``); the default is ``MPIRING_GPU_PATH``, or "auto".
 
     ``MPIRING_CHECK=1`` compares the arguments of every call over the ranks, 0 of
     none; the default compares each signature when it is first seen.
@@ -93,7 +96,8 @@ class Communicator:
         *,
         progress: str = "poll",
         algorithm: str = "auto",
-        segment: int = catalog.SEGMENT,
+        segment: int | None = None,
+        gpu_path: str | None = None,
         engine: ProgressEngine | None = None,
     ) -> None:
         self._engine = engine or default_engine()
@@ -104,12 +108,14 @@ class Communicator:
         self._lent: list[Transport] = []
         self._agreement: Agreement | None = None
         self._host = HostDevice()
+        self._path: paths.Choice
         if isinstance(comm, Communicator):
             comm = comm.comm
         if hasattr(comm, "Get_rank"):
-            self._open_mpi(comm, progress)
+            self._open_mpi(comm, progress, gpu_path)
         else:
             self._check_options(progress)
+            self._path = paths.choose([paths.Standing(paths.wish(gpu_path))])
             self._transport = comm
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
@@ -124,6 +130,9 @@ class Communicator:
         self._pruned = 0
         self._unwaited = 0
         self._starts: dict[int, int] = {}  # of persistent collectives, by slot
+        self._path_told = False
+        self._peers: dict[Device, Transport] = {}
+        self._answers = self._transport.duplicate() if self._path.path == "peer" else None
         self._damaged = False  # an error may have left messages that nobody will take
         self._seen: OrderedDict[str, int] = OrderedDict()  # record -> slot of blocking calls
         self._memory = Memory()
@@ -135,12 +144,14 @@ class Communicator:
         catalog.check_algorithm(self._algorithm)
         if progress not in ("poll", "thread"):
             raise ArgumentError(f"progress: {progress!r} given; allowed are 'poll' and 'thread'")
-        if not isinstance(self._segment, int) or self._segment < 1:
+        if self._segment is not None and not (
+            isinstance(self._segment, int) and self._segment >= 1
+        ):
             raise ArgumentError(f"segment: {self._segment!r} given; allowed are bytes above 0")
         if self._check not in ("first", "0", "1"):
             raise ArgumentError(f"MPIRING_CHECK: {self._check!r} given; allowed are 0 and 1")
 
-    def _open_mpi(self, comm: Any, progress: str) -> None:
+    def _open_mpi(self, comm: Any, progress: str, gpu_path: str | None) -> None:
         from mpi4py import MPI
 
         from mpiring.transport.mpi import MpiTransport, more_ranks_than_cores
@@ -148,9 +159,10 @@ class Communicator:
         ending.check_launch(MPI.COMM_WORLD)
         if comm == MPI.COMM_NULL or comm.Is_inter():
             raise ArgumentError(f"comm: {comm!r} given; an intracommunicator is needed")
-        error = None
+        error, wish = None, "auto"
         try:
             self._check_options(progress)
+            wish = paths.wish(gpu_path)
             if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
                 raise ArgumentError(
                     "progress: 'thread' needs MPI_THREAD_MULTIPLE, and this MPI was initialised "
@@ -158,16 +170,20 @@ class Communicator:
                 )
         except ArgumentError as mistake:
             error = mistake
-        options = (self._algorithm, self._segment, self._check)
-        everyone = comm.allgather((complaint(error) if error else None, options))
-        for rank, (wrong, theirs) in enumerate(everyone):
+        options = (self._algorithm, self._segment, wish, self._check)
+        standing = paths.stand(
+            wish, comm.Get_rank(), MPI.Get_processor_name(), MPI.Get_library_version()
+        )
+        everyone = comm.allgather((complaint(error) if error else None, options, standing))
+        for rank, (wrong, theirs, _) in enumerate(everyone):
             if wrong:
                 raise ArgumentError(f"rank {rank}: {wrong.partition(':')[2]}") from error
             if theirs != everyone[0][1]:
                 raise ArgumentError(
-                    "algorithm, segment, MPIRING_CHECK: differ between ranks: "
+                    "algorithm, segment, gpu_path, MPIRING_CHECK: differ between ranks: "
                     f"rank 0: {everyone[0][1]}; rank {rank}: {theirs}"
                 )
+        self._path = paths.choose([standing for *_, standing in everyone])
         self._comm = comm
         self._private = [comm.Dup(), comm.Dup()]
         for private in self._private:
@@ -373,7 +389,7 @@ class Communicator:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        for transport in self._lent:
+        for transport in (*self._lent, *([self._answers] if self._answers else [])):
             transport.free()
         if not damaged:
             for private in self._private:
@@ -605,7 +621,7 @@ class Communicator:
     ) -> Call:
         """A mean of 16-bit numbers divides the contribution itself, so it works on a copy."""
         device = self._device(data)
-        whole = Operand("copy", device.empty(source.count, data.dtype))
+        whole = Operand("copy", device.scratch(source.count, data.dtype))
         call = self._packed(plan._replace(in_place=True), whole, None, operation, record)
         target = data.flat if data.strided is None else data.strided
         origin = source.flat if source.strided is None else source.strided
@@ -618,7 +634,8 @@ class Communicator:
         itemsize = data.dtype.itemsize
         count = sum(stop - start for start, stop in chunks)
         algorithm = catalog.choose(collective, self.size, count * itemsize, self._algorithm)
-        segment = max(1, self._segment // itemsize)
+        place = self._path.path if data.on_device else "host"
+        segment = max(1, (self._segment or paths.SEGMENTS[place]) // itemsize)
         return Plan(collective, algorithm, chunks, source is None, segment)
 
     def _packed(
@@ -693,15 +710,16 @@ class Communicator:
         # All ranks have forgotten the signature where they met an error with it.
         if bound is not None and self._seen.get(bound[0]) == bound[1].binding.slot:
             record, execution = bound
-            gates: list[Completion] = []
+            device = execution.binding.device
+            gates = [] if device is self._host else _recorded(device, execution.binding.callers)
             self._seen.move_to_end(record)
             if self._agreement is not None:
                 self._agreement.open(number, record)
         else:
             call, gates = self._agreed(number, understand)
             record = call.record
-            if call.before or call.after:
-                key = None  # what is copied lives in memory of the call's own
+            if not self._can_come_again(call):
+                key = None
             if key is not None:
                 call = borrowing(call)
             execution = self._execution(call, self._seen[record], label, persistent=True)
@@ -737,39 +755,64 @@ class Communicator:
         self._calls += 1
         return self._calls
 
-    def _execution(self, call: Call, slot: int, label: str, *, persistent: bool) -> Execution:
+    def _ready(self, call: Call) -> Call:
+        """The call with its schedule and the memory that this needs."""
         device = self._device(call.data)
-        schedule = catalog.schedule(call.plan, self.rank)
-        buffers = {Buffer.DATA: call.data.flat}
-        if call.input is not None:
-            buffers[Buffer.INPUT] = call.input.flat
-        scratch = schedule.scratch
-        if scratch:
-            buffers[Buffer.SCRATCH] = device.empty(scratch, call.data.dtype)
+        if call.input is not None and self._device(call.input) is not device:
+            raise ArgumentError(
+                f"{call.input.name}: on {self._device(call.input).kind}, but {call.data.name} is "
+                f"on {device.kind}; both on one device are needed"
+            )
+        record = call.record
+        if call.data.on_device:
+            record = f"{record}, on {device.kind}"
+            self._tell_path()
+            detour = paths.detour(self._path.path, device, call.buffers)
+            schedule = catalog.diverted(call.plan, self.rank, detour)
+        else:
+            schedule = catalog.schedule(call.plan, self.rank)
+        memory = {}
+        if schedule.scratch:
+            memory[Buffer.SCRATCH] = device.scratch(schedule.scratch, call.data.dtype)
+        if schedule.staging:
+            memory[Buffer.HOST] = device.staging(schedule.staging, call.data.dtype)
+        return replace(call, record=record, schedule=schedule, memory=memory, device=device)
+
+    def _tell_path(self) -> None:
+        if not self._path_told and self.rank == 0:
+            print(f"mpiring: {self._path}", file=sys.stderr, flush=True)
+        self._path_told = True
+
+    def _can_come_again(self, call: Call) -> bool:
+        """Whether the same addresses always mean the same work."""
+        if call.before or call.after:
+            return False  # what is copied lives in memory of the call's own
+        # Another array at an address may be of another kind, which MPI must not be handed.
+        return not (call.data.on_device and self._path.path == "direct")
+
+    def _execution(self, call: Call, slot: int, label: str, *, persistent: bool) -> Execution:
+        assert call.schedule is not None and call.device is not None
         binding = Binding(
-            buffers,
-            device,
-            self._transport,
+            {**call.buffers, **call.memory},
+            call.device,
+            self._carrier(call.device),
             slot,
             call.operation.reduction if call.operation else None,
             1.0 / self.size,
             persistent,
         )
         return Execution(
-            schedule,
+            call.schedule,
             binding,
-            before=_copies(device, call.before),
-            after=_copies(device, call.after),
+            before=_copies(call.device, call.before),
+            after=_copies(call.device, call.after),
             label=f"{label} ({call.record})",
+            once=not persistent,
         )
 
     def _entry(self, call: Call) -> list[Completion]:
         """The hand-over from the caller's streams: recorded once, at the start."""
-        if not call.data.on_device:
-            return []
-        device = self._device(call.data)
-        arrays = [call.data, *([call.input] if call.input else [])]
-        return [device.record(each.flat) for each in arrays]
+        return _recorded(call.device, call.given) if call.data.on_device else []
 
     def _device(self, data: Operand) -> Device:
         if not data.on_device:
@@ -777,6 +820,20 @@ class Communicator:
         from mpiring.device.cuda import device_of
 
         return device_of(data.flat)
+
+    def _carrier(self, device: Device) -> Transport:
+        """What moves the arrays of a device."""
+        if device is self._host or self._answers is None:
+            return self._transport
+        if device not in self._peers:
+            self._peers[device] = self._peer_transport(device)
+        return self._peers[device]
+
+    def _peer_transport(self, device: Any) -> Transport:
+        from mpiring.transport.peer import PeerTransport
+
+        assert self._answers is not None
+        return PeerTransport(self._transport, self._answers, device)
 
     def _make_room(self, slot: int) -> None:
         """A slot is used again only after its last collective has ended here."""
@@ -818,7 +875,7 @@ class Communicator:
     def _agreed(self, number: int, understand: Callable[[], Call]) -> tuple[Call, list[Completion]]:
         """Understand a call; what must be over before its data moves."""
         try:
-            call = understand()
+            call = self._ready(understand())
         except Exception as error:
             self._complain(number, error)
             raise
@@ -996,6 +1053,10 @@ def _layout(chunks: tuple[Range, ...]) -> str:
     total = sum(counts)
     even = split(0, total, len(counts)) == consecutive(counts)
     return str(total) if even else f"{total} as {counts}"
+
+
+def _recorded(device: Any, arrays: Iterable[Any]) -> list[Completion]:
+    return [device.record(each) for each in arrays]
 
 
 def _copies(device: Device, pairs: tuple[tuple[Any, Any], ...]) -> list[Task]:

@@ -9,13 +9,17 @@ At the *end of the program* every communicator that was not freed tells the othe
 so, and finishes what is under way: its handle may be dropped, but peers count on
 this rank's part. It does not wait for ever for peers that never come.
 
-Both are set up by the first communicator over MPI, and concern this process only:
-one that was forked from it does nothing of this.
+That is when Python exits, or in MPI_Finalize where the program calls it before: MPI
+deletes the attributes of MPI_COMM_SELF first, and tells whoever has put some there.
+
+All this is set up by the first communicator over MPI, and concerns this process only:
+one that was forked from it does nothing of the kind.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import time
@@ -27,17 +31,20 @@ from typing import Any, Protocol
 from mpiring.errors import LaunchError
 from mpiring.transport.launcher import disagreement, launched
 
-#: Seconds between a rank's last words and its end: launchers drop what they have not read by then.
-HEARD_AFTER = 0.2
-
-_process = 0  # the one that was set up
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
-
 
 class Departing(Protocol):
     def depart(self) -> None:
         """Finish what is under way; the program ends."""
         ...
+
+
+#: Seconds between a rank's last words and its end: launchers drop what they have not read by then.
+HEARD_AFTER = 0.2
+
+_process = 0  # the one that was set up
+#: In the order in which they were made: on all ranks the same, so none waits for another's.
+_open: weakref.WeakValueDictionary[int, Departing] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def check_launch(world: Any) -> None:
@@ -59,18 +66,27 @@ def attend(communicator: Departing, size: int) -> None:
     if _process != os.getpid():
         _process = os.getpid()
         _open.clear()
-        atexit.register(_depart)
-    _open.add(communicator)
+        _watch_the_end()
+    _open[next(_numbers)] = communicator
     if size > 1 and os.environ.get("MPIRING_ABORT") != "0" and not _Hook.is_set():
         sys.excepthook = _Hook(sys.excepthook)
+
+
+def _watch_the_end() -> None:
+    from mpi4py import MPI
+
+    key = MPI.Comm.Create_keyval(delete_fn=lambda *_: _depart())
+    MPI.COMM_SELF.Set_attr(key, True)
+    atexit.register(_depart)
 
 
 def _depart() -> None:
     from mpi4py import MPI
 
     if _process == os.getpid() and not MPI.Is_finalized():
-        for communicator in list(_open):
+        for communicator in list(_open.values()):
             communicator.depart()
+        _open.clear()
 
 
 class _Hook:
