@@ -159,12 +159,13 @@ def _unfold(spec: Any, name: str, *, pairs: tuple[type, ...]) -> tuple[Any, Any,
     elif len(spec) == 4:
         array, counts, displs, datatype = spec
     if len(spec) < 4 and isinstance(counts, pairs):
-        if len(counts) != 2:
+        pair: Any = counts
+        if len(pair) != 2:
             raise ArgumentError(
-                f"{name}: {counts} given where (counts, displacements) are expected; "
+                f"{name}: {pair} given where (counts, displacements) are expected; "
                 "a list holds counts alone"
             )
-        counts, displs = counts
+        counts, displs = pair
     known = datatype is None or _is_datatype(datatype)
     if not 1 <= len(spec) <= 4 or not known or isinstance(array, int | float | complex):
         raise ArgumentError(
