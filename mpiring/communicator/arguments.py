@@ -210,8 +210,10 @@ def _whole(array: Any, datatype: Any, name: str, writable: bool) -> tuple[Operan
 
 
 def _as_array(value: Any, name: str) -> Any:
-    if isinstance(value, np.ndarray) and not hasattr(value, "__cuda_array_interface__"):
-        return np.asarray(value)  # of the base class: a matrix stays two-dimensional for ever
+    if isinstance(value, np.ndarray):
+        # Of the base class: a matrix stays two-dimensional for ever. But what stands for device
+        # memory keeps telling so.
+        return value if hasattr(value, "__cuda_array_interface__") else np.asarray(value)
     if hasattr(value, "__cuda_array_interface__"):
         from mpiring.device.cuda import wrap
 
