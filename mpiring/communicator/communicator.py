@@ -211,8 +211,13 @@ class Communicator:
         """As Allreduce, returning a request."""
         return self._run(lambda: self._allreduce(sendbuf, recvbuf, op), "Iallreduce")
 
-    def Allreduce_init(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> Request:
-        """A persistent Allreduce: bound once to its arrays, started with ``Start`` many times."""
+    def Allreduce_init(
+        self, sendbuf: Any, recvbuf: Any, op: Any = SUM, info: Any = None
+    ) -> Request:
+        """A persistent Allreduce: bound once to its arrays, started with ``Start`` many times.
+
+        Here and in its siblings ``info`` stands where mpi4py has it, and is ignored.
+        """
         return self._bind(lambda: self._allreduce(sendbuf, recvbuf, op), "Allreduce_init")
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
@@ -232,7 +237,9 @@ class Communicator:
             lambda: self._reduce_scatter_block(sendbuf, recvbuf, op), "Ireduce_scatter_block"
         )
 
-    def Reduce_scatter_block_init(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> Request:
+    def Reduce_scatter_block_init(
+        self, sendbuf: Any, recvbuf: Any, op: Any = SUM, info: Any = None
+    ) -> Request:
         """A persistent Reduce_scatter_block."""
         return self._bind(
             lambda: self._reduce_scatter_block(sendbuf, recvbuf, op), "Reduce_scatter_block_init"
@@ -275,6 +282,7 @@ class Communicator:
         recvbuf: Any,
         recvcounts: Sequence[int] | None = None,
         op: Any = SUM,
+        info: Any = None,
     ) -> Request:
         """A persistent Reduce_scatter."""
         counts = self._counts(sendbuf, recvbuf, recvcounts)
@@ -294,7 +302,7 @@ class Communicator:
         """As Allgather, returning a request."""
         return self._run(lambda: self._allgather(sendbuf, recvbuf), "Iallgather")
 
-    def Allgather_init(self, sendbuf: Any, recvbuf: Any) -> Request:
+    def Allgather_init(self, sendbuf: Any, recvbuf: Any, info: Any = None) -> Request:
         """A persistent Allgather."""
         return self._bind(lambda: self._allgather(sendbuf, recvbuf), "Allgather_init")
 
@@ -310,7 +318,7 @@ class Communicator:
         """As Allgatherv, returning a request."""
         return self._run(lambda: self._allgatherv(sendbuf, recvbuf), "Iallgatherv")
 
-    def Allgatherv_init(self, sendbuf: Any, recvbuf: Any) -> Request:
+    def Allgatherv_init(self, sendbuf: Any, recvbuf: Any, info: Any = None) -> Request:
         """A persistent Allgatherv."""
         return self._bind(lambda: self._allgatherv(sendbuf, recvbuf), "Allgatherv_init")
 
@@ -322,7 +330,7 @@ class Communicator:
         """As Bcast, returning a request."""
         return self._run(lambda: self._bcast(buf, root), "Ibcast")
 
-    def Bcast_init(self, buf: Any, root: int = 0) -> Request:
+    def Bcast_init(self, buf: Any, root: int = 0, info: Any = None) -> Request:
         """A persistent Bcast."""
         return self._bind(lambda: self._bcast(buf, root), "Bcast_init")
 
@@ -336,6 +344,15 @@ class Communicator:
     def engine(self) -> ProgressEngine:
         """What moves this communicator's collectives, and whatever is attached to it."""
         return self._engine
+
+    def device_of(self, array: Any) -> Device:
+        """Where a one-dimensional array of this communicator's kind lives."""
+        return self._device(Operand("array", array))
+
+    def gpu_path(self) -> str:
+        """How device arrays travel (see ``paths``). Rank 0 tells it, once."""
+        self._tell_path()
+        return self._path.path
 
     def private_transport(self) -> Transport:
         """Point-to-point messages between the same ranks that meet no others. Collective.

@@ -19,6 +19,9 @@ from mpiring.errors import TransportError
 from mpiring.task import Task
 from mpiring.transport.base import Receive
 
+#: The highest tag that every MPI library has.
+MIN_TAG_UB = 32767
+
 #: Bytes above which a message is split.
 MESSAGE_LIMIT = 1 << 30
 
@@ -30,7 +33,8 @@ class MpiTransport:
         self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self.slots = comm.Get_attr(MPI.TAG_UB) + 1
+        # MPI keeps this attribute on MPI_COMM_WORLD; not all libraries tell it elsewhere.
+        self.slots = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or MIN_TAG_UB) + 1
         self._limit = limit
 
     def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:

@@ -331,6 +331,7 @@ def test_settings_are_compared(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPa
     assert "MPIRING_TIMEOUT: 'soon' given" in str(attempt(lambda: Communicator(comm)))
 
 
+@pytest.mark.filterwarnings("ignore:Communicator.Free")
 @pytest.mark.parametrize("form", ["Allreduce", "Iallreduce", "persistent", "Free"])
 def test_a_rank_that_never_calls(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, capfd: Any, form: str
