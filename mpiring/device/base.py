@@ -55,6 +55,10 @@ class Device(Protocol):
         """As ``scratch``, on the host (pinned where it helps): for messages on their way."""
         ...
 
+    def borrow(self, array: Array) -> Array:
+        """The same memory, without keeping it alive."""
+        ...
+
     def record(self, array: Array) -> Completion:
         """Over when all work on ``array`` that the caller has launched so far is over."""
         ...

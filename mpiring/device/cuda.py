@@ -26,7 +26,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from mpiring.device.base import Array, Reduction
-from mpiring.device.host import Window, check_reduction
+from mpiring.device.host import address_of, check_reduction, window
 from mpiring.device.kernels import BLOCK, SCALARS, blocks, kernel_source, optimizer_source
 from mpiring.device.pool import Lease
 from mpiring.device.streams import ROLES, Event, Launch, Stream, StreamDevice
@@ -129,11 +129,11 @@ class _Own(cupy.cuda.Memory):
 
 
 class _Lent(cupy.cuda.UnownedMemory):
-    """A piece of such an allocation."""
+    """A part of such an allocation, which it keeps alive, and the lease, if there is one."""
 
-    def __init__(self, lease: Lease, nbytes: int) -> None:
-        self.own: _Own = lease.piece.memory.data.mem
-        super().__init__(self.own.ptr + lease.piece.start, nbytes, lease, self.own.device_id)
+    def __init__(self, own: _Own, address: int, nbytes: int, lease: Lease | None) -> None:
+        self.own = own
+        super().__init__(address, nbytes, lease, own.device_id)
 
 
 #: Allocations that other processes may have mapped: freeing one would pull it from under them.
@@ -185,10 +185,20 @@ class CudaDriver:
             return _array(memory, count, dtype)
 
     def part(self, lease: Lease, count: int, dtype: Any) -> Array:
+        memory, start = lease.piece.memory, lease.piece.start
+        if self.on_host(memory):
+            return window(np.ndarray, address_of(memory) + start, count, dtype, lease)
+        own: _Own = memory.data.mem
         nbytes = count * np.dtype(dtype).itemsize
-        if self.on_host(lease.piece.memory):
-            return Window(lease.piece.memory, lease.piece.start, nbytes, lease).view(dtype)
-        return _array(_Lent(lease, nbytes), count, dtype)
+        return _array(_Lent(own, own.ptr + start, nbytes, lease), count, dtype)
+
+    def borrow(self, array: Array) -> Array:
+        memory, address = array.data.mem, array.data.ptr
+        if self.owns(array):
+            own = memory.own if isinstance(memory, _Lent) else memory
+            return _array(_Lent(own, address, array.nbytes, None), array.size, array.dtype)
+        borrowed = cupy.cuda.UnownedMemory(address, array.nbytes, None, self.index)
+        return _array(borrowed, array.size, array.dtype)
 
     def settle(self) -> None:
         with _current(self.index):
@@ -332,10 +342,6 @@ class CudaDevice(StreamDevice):
         super().__init__(CudaDriver(gpu_for(0, index)))
         self.index = index
 
-    def owns(self, array: Array) -> bool:
-        """Whether ``array`` lies in memory from ``empty``, which MPI and IPC may see."""
-        return self.driver.owns(array)
-
     def sgd(
         self,
         values: Array,
@@ -381,4 +387,4 @@ def _array(memory: Any, count: int, dtype: Any) -> Array:
 
 
 def _address(array: Array) -> int:
-    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    return address_of(array) if isinstance(array, np.ndarray) else array.data.ptr

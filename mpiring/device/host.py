@@ -6,9 +6,10 @@ no Python of ours.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class HostDevice:
         """As numpy.empty, starting on a cache line: ufuncs are slower elsewhere."""
         nbytes = count * np.dtype(dtype).itemsize
         raw = np.empty(nbytes + _CACHE_LINE, np.uint8)
-        start = -raw.__array_interface__["data"][0] % _CACHE_LINE
+        start = -address_of(raw) % _CACHE_LINE
         return raw[start : start + nbytes].view(dtype)
 
     def scratch(self, count: int, dtype: Any) -> np.ndarray:
@@ -63,6 +64,9 @@ class HostDevice:
 
     def staging(self, count: int, dtype: Any) -> np.ndarray:
         return self.empty(count, dtype)
+
+    def borrow(self, array: np.ndarray) -> np.ndarray:
+        return window(np.ndarray, address_of(array), array.size, array.dtype)
 
     def record(self, array: np.ndarray) -> Completion:
         return READY
@@ -97,21 +101,18 @@ def _locate(src: np.ndarray, dst: np.ndarray, better: np.ufunc) -> None:
     dst[take] = src[take]
 
 
-class Window:
-    """Part of an array's memory as an array of its own, which keeps ``owner`` alive."""
+Kind = TypeVar("Kind", bound=np.ndarray)
 
-    def __init__(self, memory: np.ndarray, start: int, nbytes: int, owner: object) -> None:
-        self._owner = owner
-        address = memory.__array_interface__["data"][0] + start
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-        }
 
-    def view(self, dtype: Any) -> np.ndarray:
-        return np.asarray(self).view(dtype)
+def window(kind: type[Kind], address: int, count: int, dtype: Any, owner: object = None) -> Kind:
+    """An array over memory at an address; of the owner of the memory it keeps this one alive."""
+    octets = (ctypes.c_char * (count * np.dtype(dtype).itemsize)).from_address(address)
+    octets.owner = owner
+    return kind((count,), dtype, octets)
+
+
+def address_of(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 _ARITHMETIC, _REAL, _INTEGER = "iufcV", "iufV", "iub"

@@ -62,6 +62,14 @@ class Driver(Protocol):
         """An array at the start of a piece of memory, which keeps the lease."""
         ...
 
+    def borrow(self, array: Array) -> Array:
+        """The same memory, without keeping it alive."""
+        ...
+
+    def owns(self, array: Array) -> bool:
+        """Whether the array lies in memory from ``allocate``."""
+        ...
+
     def settle(self) -> None:
         """Return when all work that anybody has launched is over."""
         ...
@@ -168,6 +176,13 @@ class StreamDevice:
     def _lent(self, pool: Pool, count: int, dtype: Any, *, private: bool) -> Array:
         lease = pool.take(max(1, count * np.dtype(dtype).itemsize), private=private)
         return self.driver.part(lease, count, dtype)
+
+    def borrow(self, array: Array) -> Array:
+        return self.driver.borrow(array)
+
+    def owns(self, array: Array) -> bool:
+        """Whether ``array`` lies in memory from ``empty``, which MPI and IPC may see."""
+        return self.driver.owns(array)
 
     def plain(self, array: Array) -> bool:
         """Whether MPI may be handed the device array, if it knows of GPUs at all."""

@@ -31,6 +31,11 @@ class Binding:
     factor: float = 1.0
     persistent: bool = False
 
+    @property
+    def callers(self) -> list[Any]:
+        """The arrays that are not the library's own."""
+        return [self.buffers[each] for each in (Buffer.DATA, Buffer.INPUT) if each in self.buffers]
+
     def view(self, span: Span) -> Any:
         return self.buffers[span.buffer][span.start : span.stop]
 

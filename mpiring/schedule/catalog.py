@@ -15,6 +15,7 @@ from mpiring.errors import ArgumentError
 from mpiring.schedule import doubling, ring
 from mpiring.schedule.chunks import Range
 from mpiring.schedule.ops import Buffer, Round, Scale, Schedule, Span
+from mpiring.schedule.staging import Detour, staged
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "bcast")
 ALGORITHMS = {
@@ -29,7 +30,7 @@ DOUBLING_LIMIT = 16 << 10
 
 #: Bytes of a segment: small enough that what has arrived is still in the cache
 #: when it is reduced, large enough that a message's fixed cost does not show.
-SEGMENT = 1 << 20
+SEGMENT = 2 << 20
 
 
 class Mean(NamedTuple):
@@ -72,6 +73,13 @@ def schedule(plan: Plan, rank: int) -> Schedule:
     """What ``rank`` does, empty ops dropped. Proved for all ranks by ``verify``."""
     size, count = len(plan.chunks), plan.chunks[-1][1]
     return Schedule.of(rank, size, count, _rounds(plan, rank, size, count))
+
+
+@lru_cache(maxsize=512)
+def diverted(plan: Plan, rank: int, detour: Detour) -> Schedule:
+    """The same with messages in segments, and through slots where ``detour`` says so."""
+    own = schedule(plan, rank)
+    return staged(own, plan.segment or max(1, own.count), detour)
 
 
 def _rounds(plan: Plan, rank: int, size: int, count: int) -> Iterator[Round]:

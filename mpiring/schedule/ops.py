@@ -122,7 +122,8 @@ class Schedule:
     """What ``rank`` of ``size`` does: rounds of ops over symbolic buffers.
 
     ``count`` is the number of elements of the whole array, over all chunks;
-    ``scratch`` how many elements of SCRATCH it uses; ``sent`` how many it sends.
+    ``scratch`` and ``staging`` how many elements of SCRATCH and HOST it uses; ``sent`` how
+    many it sends.
     """
 
     rank: int
@@ -130,6 +131,7 @@ class Schedule:
     count: int
     rounds: tuple[Round, ...]
     scratch: int
+    staging: int
     sent: int
 
     @classmethod
@@ -138,7 +140,8 @@ class Schedule:
         kept = (tuple(op for op in ops if _moves(op)) for ops in rounds)
         full = tuple(ops for ops in kept if ops)
         sent = sum(op.src.count for ops in full for op in ops if isinstance(op, Send))
-        return cls(rank, size, count, full, _extent(full, Buffer.SCRATCH), sent)
+        scratch, staging = (_extent(full, each) for each in (Buffer.SCRATCH, Buffer.HOST))
+        return cls(rank, size, count, full, scratch, staging, sent)
 
     def extent(self, buffer: Buffer) -> int:
         """How many elements of ``buffer`` the schedule touches, counted from its start."""

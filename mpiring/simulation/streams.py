@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiring.device.base import Reduction
-from mpiring.device.host import HostDevice, Window
+from mpiring.device.host import HostDevice, address_of, window
 from mpiring.device.pool import Lease
 from mpiring.device.streams import Launch
 from mpiring.errors import HazardError
@@ -56,6 +56,11 @@ from mpiring.transport.base import Transport
 
 class VirtualMemory(np.ndarray):
     """Device memory. (It is told from the host's by its type, which slices keep.)"""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """As of a GPU's array: this is how the library tells one."""
+        return {**self.__array_interface__, "stream": None}
 
 
 class Mapped(VirtualMemory):
@@ -70,7 +75,7 @@ class Region(NamedTuple):
 
     @classmethod
     def of(cls, array: np.ndarray) -> Region:
-        start = array.__array_interface__["data"][0]
+        start = address_of(array)
         return cls(start, start + array.nbytes)
 
     def overlaps(self, other: Region) -> bool:
@@ -195,12 +200,14 @@ class VirtualDriver:
     def part(self, lease: Lease, count: int, dtype: Any) -> np.ndarray:
         memory, start = lease.piece.memory, lease.piece.start
         on_host = self.on_host(memory)
-        array = Window(memory, start, count * np.dtype(dtype).itemsize, lease).view(dtype)
-        if not on_host:
-            array = array.view(VirtualMemory)
+        kind = np.ndarray if on_host else VirtualMemory
+        array = window(kind, address_of(memory) + start, count, dtype, lease)
         self.host(array, writes=True)  # lent while anything is under way: a hazard
         array.view(np.uint8).fill(0xFF)  # recognisable as never written: NaN
         return self._named(array, "pinned" if on_host else "device")
+
+    def borrow(self, array: np.ndarray) -> np.ndarray:
+        return window(VirtualMemory, address_of(array), array.size, array.dtype)
 
     def settle(self) -> None:
         while self.step():
@@ -237,8 +244,7 @@ class VirtualDriver:
     def mapped(self, handle: bytes, start: int, count: int, dtype: Any) -> np.ndarray:
         owner, memory = self.node.exports[handle]
         assert owner is not self, "CUDA opens no handle in the process that made it"
-        nbytes = count * np.dtype(dtype).itemsize
-        return Window(memory, start, nbytes, self).view(dtype).view(Mapped)
+        return window(Mapped, address_of(memory) + start, count, dtype, self)
 
     # -- streams and events
 
@@ -293,7 +299,7 @@ class VirtualDriver:
 
     def _observed(self, kernels: Iterable[Access]) -> None:
         for kernel in kernels:
-            kernel.observed = True
+            kernel.observed, kernel.arrays = True, ()
         self._kernels = [kernel for kernel in self._kernels if not kernel.observed]
         self._visits = [kernel for kernel in self._visits if not kernel.observed]
 

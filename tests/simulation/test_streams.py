@@ -220,7 +220,6 @@ def test_memory_stays_alive_while_a_kernel_may_touch_it(driver: VirtualDriver) -
     del array
     assert len(driver._memory) == 1
     observe(driver, driver.default)
-    driver.default.before.clear()
     assert len(driver._memory) == 0
 
 
