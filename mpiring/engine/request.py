@@ -143,10 +143,10 @@ class Request:
 
     def _end(self, execution: Execution, forget: bool = False) -> None:
         error, execution.error = execution.error, None
-        self._begun = False
+        first, self._begun = self._begun, False  # another thread may have waited too
         if error is not None or not self.persistent or forget:
             self._execution = None
-            if self._on_end is not None:
+            if first and self._on_end is not None:
                 error = self._on_end(error)
         if error is not None:
             raise error
