@@ -16,6 +16,7 @@ protocol makes the latter wait for the producer by itself.)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -27,12 +28,20 @@ from cupy.cuda import runtime
 
 from mpiring.device.base import Array, Reduction
 from mpiring.device.host import address_of, check_reduction, window
-from mpiring.device.kernels import BLOCK, SCALARS, blocks, kernel_source, optimizer_source
+from mpiring.device.kernels import (
+    BLOCK,
+    SCALARS,
+    blocks,
+    finite_source,
+    kernel_source,
+    optimizer_source,
+)
 from mpiring.device.pool import Lease
 from mpiring.device.streams import ROLES, Event, Launch, Stream, StreamDevice
 from mpiring.errors import ArgumentError, DeviceError, DtypeError
 
 _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
+_NULL = np.uint64(0)  # a pointer
 
 
 def gpu_count() -> int:
@@ -303,6 +312,7 @@ class CudaDriver:
         gradients: Array,
         state: Sequence[Array | None],
         scalars: Mapping[str, float],
+        fine: Array | None,
     ) -> None:
         """Launch an optimizer's kernel where the caller's own kernels run."""
         launch = self._launch(
@@ -310,12 +320,25 @@ class CudaDriver:
             name,
             values,
             gradients,
-            *(np.uint64(0) if array is None else array for array in state),
+            *(_NULL if array is None else array for array in state),
             np.uint64(values.size),
             *(np.float64(scalars[key]) for key in SCALARS[name]),
+            _NULL if fine is None else fine,
+        )
+        launch(self.producer(values))
+
+    def look(self, values: Array, fine: Array, told: Array) -> None:
+        """Write whether ``values`` are finite to ``fine``, and to ``told`` on the host, where the
+        caller's own kernels run.
+        """
+        stream = self.producer(values)
+        launch = self._launch(
+            finite_source(values.dtype.name), "finite", values, np.uint64(values.size), fine
         )
         with _current(self.index):
-            launch(cupy.cuda.get_current_stream())
+            runtime.memsetAsync(fine.data.ptr, 1, fine.nbytes, stream.ptr)
+        launch(stream)
+        self.transfer(fine, told)(stream)
 
     def _launch(self, source: str, name: str, *arguments: Any) -> Launch:
         """Compiled here, so that no start waits for a compiler."""
@@ -348,9 +371,13 @@ class CudaDevice(StreamDevice):
         gradients: Array,
         state: Mapping[str, Array],
         scalars: Mapping[str, float],
+        fine: Array | None = None,
     ) -> None:
-        """The ``kernel`` of ``nn.optim.SGD``: one step in one pass, on CuPy's current stream."""
-        self.driver.step("sgd", values, gradients, [state.get("momentum_buffer")], scalars)
+        """The ``kernel`` of ``nn.optim.SGD``: one step in one pass, on CuPy's current stream.
+
+        It does nothing where ``fine`` (see ``Finite``) says that it must not.
+        """
+        self.driver.step("sgd", values, gradients, [state.get("momentum_buffer")], scalars, fine)
 
     def adam(
         self,
@@ -358,9 +385,35 @@ class CudaDevice(StreamDevice):
         gradients: Array,
         state: Mapping[str, Array],
         scalars: Mapping[str, float],
+        fine: Array | None = None,
     ) -> None:
-        """The ``kernel`` of ``nn.optim.Adam``: one step in one pass, on CuPy's current stream."""
-        self.driver.step("adam", values, gradients, [state["mean"], state["square"]], scalars)
+        """The ``kernel`` of ``nn.optim.Adam``, likewise."""
+        arrays = [state["mean"], state["square"]]
+        self.driver.step("adam", values, gradients, arrays, scalars, fine)
+
+
+class Finite:
+    """Whether arrays hold inf or nan, found out on the GPU, in order with the caller's kernels.
+
+    ``fine`` tells kernels, at once; ``seen`` tells the host, later.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._driver = device.driver
+        self.fine = device.empty(1, np.uint32)
+        self._told = device.staging(1, np.uint32)
+        self._event = device.driver.event()
+
+    def look(self, values: Array) -> None:
+        """Find out about ``values``; what was found out before is forgotten."""
+        self._driver.look(values, self.fine, self._told)
+        self._driver.record(self._event, self._driver.producer(values))
+
+    def seen(self) -> bool:
+        """What the latest look found. Waits for its end, so ask after the GPU has done more."""
+        while not self._driver.query(self._event):
+            time.sleep(0)
+        return bool(self._told[0])
 
 
 def _foreign(owner: Any, interface: dict[str, Any]) -> Array:

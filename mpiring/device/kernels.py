@@ -141,12 +141,26 @@ extern "C" __global__ void apply(const T* source, T* target, Count n, double fac
 }
 """
 
-# State is kept in the dtype of the arithmetic: float32 for 16-bit values.
+_FINITE = """
+// Clears *fine if any of n values is inf or nan.
+extern "C" __global__ void finite(const T* values, Count n, unsigned int* fine) {
+    bool all = true;
+    for (Count i = first(); i < n; i += stride()) {
+        C x = load(values[i]);
+        all = all && x - x == C(0);  // inf - inf is nan
+    }
+    if (!all) *fine = 0;
+}
+"""
+
+# State is kept in the dtype of the arithmetic: float32 for 16-bit values. A step is left out
+# where *fine is 0: the host need not know yet whether it is.
 _SGD = """
 extern "C" __global__ void sgd(
     T* values, const T* gradients, C* buffer, Count n,
-    double lr, double momentum, double weight_decay
+    double lr, double momentum, double weight_decay, const unsigned int* fine
 ) {
+    if (fine && !*fine) return;
     for (Count i = first(); i < n; i += stride()) {
         C value = load(values[i]);
         C g = load(gradients[i]) + C(weight_decay) * value;
@@ -160,8 +174,10 @@ _ADAM = """
 extern "C" __global__ void adam(
     T* values, const T* gradients, C* mean, C* square, Count n,
     double rate, double root, double beta1, double beta2,
-    double one_minus_beta1, double one_minus_beta2, double eps, double weight_decay
+    double one_minus_beta1, double one_minus_beta2, double eps, double weight_decay,
+    const unsigned int* fine
 ) {
+    if (fine && !*fine) return;
     // rate = lr / (1 - beta1^t) and root = 1 / sqrt(1 - beta2^t) hold the corrections of step t.
     for (Count i = first(); i < n; i += stride()) {
         C value = load(values[i]);
@@ -220,14 +236,23 @@ def kernel_source(op: str, dtype: str) -> str:
 def optimizer_source(name: str, dtype: str) -> str:
     """The text of ``sgd`` or ``adam``: one step over flat arrays of real numbers, in one pass.
 
-    ``sgd(values, gradients, buffer or null, n, *scalars)`` and
-    ``adam(values, gradients, mean, square, n, *scalars)``, the scalars as in ``SCALARS``;
-    the formulas are those of torch.optim. 16-bit values have float32 state.
+    ``sgd(values, gradients, buffer or null, n, *scalars, fine or null)`` and
+    ``adam(values, gradients, mean, square, n, *scalars, fine or null)``, the scalars as in
+    ``SCALARS``; the formulas are those of torch.optim. 16-bit values have float32 state.
     """
+    return _filled(_PRELUDE + {"sgd": _SGD, "adam": _ADAM}[name], _real_number(name, dtype))
+
+
+def finite_source(dtype: str) -> str:
+    """The text of ``finite(values, n, fine)``: ``*fine = 0`` if a value is inf or nan."""
+    return _filled(_PRELUDE + _FINITE, _real_number("finite", dtype))
+
+
+def _real_number(name: str, dtype: str) -> _Number:
     number = _number(dtype)
     if number.kind != "f":
         raise DtypeError(f"dtype: {name} takes real numbers, not {dtype}")
-    return _filled(_PRELUDE + {"sgd": _SGD, "adam": _ADAM}[name], number)
+    return number
 
 
 def _number(dtype: str) -> _Number:

@@ -158,6 +158,7 @@ def make(gpu: Gpu) -> types.ModuleType:
     runtime.getDeviceCount = get_device_count
     runtime.eventRecord = lambda event, stream: gpu.note("record", event, stream)
     runtime.eventQuery = event_query
+    runtime.memsetAsync = lambda *arguments: gpu.note("memset", *arguments)
     runtime.memcpyAsync = lambda *arguments: gpu.note("memcpy", *arguments)
     cuda.Memory, cuda.UnownedMemory, cuda.MemoryPointer = Memory, UnownedMemory, MemoryPointer
     cuda.Stream, cuda.Event, cuda.Device = Stream, Event, Device

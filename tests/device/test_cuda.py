@@ -337,7 +337,7 @@ def test_optimizers_run_on_the_callers_stream(gpu, cuda) -> None:
     device.sgd(values, gradients, {"momentum_buffer": buffer}, scalars)
     _, current, name, _, _, arguments, stream = calls(gpu, "launch")[-1]
     assert (current, name, stream) == (1, "sgd", CURRENT[1])
-    assert list(arguments) == [values, gradients, buffer, 4, 0.1, 0.9, 0.01]
+    assert list(arguments) == [values, gradients, buffer, 4, 0.1, 0.9, 0.01, 0]
     device.sgd(values, gradients, {}, scalars)
     assert calls(gpu, "launch")[-1][5][2] == 0  # a null pointer, not a missing argument
     device.adam(
@@ -347,8 +347,31 @@ def test_optimizers_run_on_the_callers_stream(gpu, cuda) -> None:
         {name: float(n) for n, name in enumerate(SCALARS["adam"])},
     )
     arguments = calls(gpu, "launch")[-1][5]
-    assert list(arguments) == [values, gradients, buffer, gradients, 4, *range(8)]
+    assert list(arguments) == [values, gradients, buffer, gradients, 4, *range(8), 0]
     assert not calls(gpu, "record")
+
+
+def test_what_is_not_finite_is_told_to_kernels_and_later_to_the_host(gpu, cuda) -> None:
+    device = cuda.device(1)
+    values = device.empty(100, "f2")
+    finite = cuda.Finite(device)
+    gpu.log.clear()
+    finite.look(values)
+    order = [entry for entry in gpu.log if entry[0] in ("memset", "launch", "memcpy", "record")]
+    assert [entry[0] for entry in order] == ["memset", "launch", "memcpy", "record"]
+    (_, _, *cleared), launched, copied, recorded = order
+    assert cleared == [finite.fine.data.ptr, 1, 4, CURRENT[1]]
+    assert launched[2] == "finite" and list(launched[5]) == [values, 100, finite.fine]
+    assert launched[6] == copied[-1] == recorded[-1] == CURRENT[1]
+    assert list(copied[2:5]) == [finite._told.ctypes.data, finite.fine.data.ptr, 4]
+    gpu.status = 0
+    for told in (1, 0):
+        finite._told[0] = told
+        assert finite.seen() is bool(told)
+    state = {"momentum_buffer": values}
+    scalars = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+    device.sgd(values, values, state, scalars, finite.fine)
+    assert calls(gpu, "launch")[-1][5][-1] is finite.fine
 
 
 def test_the_stand_in_has_no_name_that_cupy_lacks() -> None:

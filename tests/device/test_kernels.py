@@ -23,7 +23,7 @@ import pytest
 from mpiring.device import kernels
 from mpiring.device.base import Reduction
 from mpiring.device.host import HostDevice, check_reduction
-from mpiring.device.kernels import kernel_source, optimizer_source
+from mpiring.device.kernels import finite_source, kernel_source, optimizer_source
 from mpiring.errors import DtypeError
 from mpiring.nn.optim import SGD, Adam
 
@@ -49,10 +49,12 @@ def defined(op: str, name: str) -> bool:
 
 REDUCTIONS = [(op, name) for op, name in itertools.product(OPS, DTYPES) if defined(op, name)]
 SCALES = [("scale", name) for name in (*REALS, "complex64", "complex128")]
-STEPS = [(op, name) for op, name in itertools.product(("sgd", "adam"), REALS)]
+STEPS = [(op, name) for op, name in itertools.product(("sgd", "adam", "finite"), REALS)]
 
 
 def source_of(op: str, name: str) -> str:
+    if op == "finite":
+        return finite_source(name)
     return optimizer_source(op, name) if op in ("sgd", "adam") else kernel_source(op, name)
 
 
@@ -243,8 +245,11 @@ def test_a_fused_step_is_that_of_the_optimizer(
     ) -> None:
         arrays = list(state.values()) or [None]
         numbers = [float(scalars[n]) for n in kernels.SCALARS[kernel_name]]
-        launch(f"{kernel_name}_{name}", values, gradients, *arrays, values.size, *numbers)
+        every = (values, gradients, *arrays, values.size, *numbers)
+        launch(f"{kernel_name}_{name}", *every, np.zeros(1, np.uint32))  # changes nothing
+        launch(f"{kernel_name}_{name}", *every, next(fine))
 
+    fine = itertools.cycle((None, np.ones(1, np.uint32)))
     dtype, count = dtype_of(name), 33
     rng = np.random.default_rng(5)
     fused = kind(count, dtype, **optimizer, kernel=kernel)
@@ -257,6 +262,20 @@ def test_a_fused_step_is_that_of_the_optimizer(
         plain.step(expected, gradients)
     tolerance = {"float16": 2e-3, "float32": 2e-6, "float64": 1e-13}[name]
     np.testing.assert_allclose(values.astype("f8"), expected.astype("f8"), tolerance, tolerance)
+
+
+@pytest.mark.parametrize("name", REALS)
+def test_inf_and_nan_are_found_wherever_they_are(launch: Callable[..., None], name: str) -> None:
+    values = np.linspace(-3, 3, 41).astype(dtype_of(name))
+    values[3] = float(ml_dtypes.finfo(values.dtype).max)
+    fine = np.ones(1, np.uint32)
+    launch(f"finite_{name}", values, values.size, fine)
+    assert fine[0] == 1
+    for at, bad in itertools.product((0, 20, 40), (np.nan, np.inf, -np.inf)):
+        broken, fine = values.copy(), np.ones(1, np.uint32)
+        broken[at] = bad
+        launch(f"finite_{name}", broken, broken.size, fine)
+        assert fine[0] == 0
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -272,6 +291,8 @@ def test_an_unknown_dtype_is_named() -> None:
         kernel_source("sum", "datetime64[s]")
     with pytest.raises(DtypeError, match="int32"):
         optimizer_source("adam", "int32")
+    with pytest.raises(DtypeError, match="finite takes real numbers, not int32"):
+        finite_source("int32")
 
 
 class Nvrtc:
