@@ -94,11 +94,13 @@ class Agreement:
             self._tell(number, peer)
 
     def _tell(self, number: int, peer: int) -> None:
-        told = self._told.setdefault(number, {self.rank})
-        if peer not in told and not self._quiet:
+        with self._engine.lock:
+            told = self._told.setdefault(number, {self.rank})
+            if peer in told or self._quiet:
+                return
             told.add(peer)
-            final = self._farewell if self._farewell and self._farewell.number == number else None
-            message = (number, self._mine[number], final)
+            last = self._farewell is not None and self._farewell.number == number
+            message = (number, self._mine[number], self._farewell if last else None)
             self._sending.append(self._control.isend(message, peer))
 
     def wait_for(self, number: int) -> None:
@@ -146,8 +148,9 @@ class Agreement:
 
     def sent(self) -> bool:
         """Whether all that was told is on its way, so that nothing need be kept for it."""
-        self._sending = [request for request in self._sending if not request.test()[0]]
-        return not self._sending
+        with self._engine.lock:
+            self._sending = [request for request in self._sending if not request.test()[0]]
+            return not self._sending
 
     def heard(self, number: int) -> bool:
         """Whether the records of all ranks are in."""

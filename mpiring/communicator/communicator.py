@@ -702,14 +702,15 @@ class Communicator:
         slot = self._own_slot(number)
         execution = self._execution(call, slot, label, persistent=True)
         flight = Flight(None, execution)
-        self._starts[slot] = 0
+        starts, on_device = self._starts, call.data.on_device
+        starts[slot] = 0
 
-        def begin() -> list[Completion]:
+        def begin() -> Sequence[Completion]:
             if self._freed:
                 raise ArgumentError("Start: the request's communicator has been freed")
             self._flying[slot] = flight
-            self._starts[slot] += 1
-            return self._entry(call)
+            starts[slot] += 1
+            return self._entry(call) if on_device else ()
 
         return Request(self._engine, execution, begin, persistent=True)
 
@@ -885,7 +886,8 @@ class Communicator:
         return error and self._explained(number, error)
 
     def _under_way(self) -> list[Flight]:
-        return [f for f in self._flying.values() if not f.execution.finished]
+        flights = list(self._flying.values())  # at once: another thread may be calling
+        return [flight for flight in flights if not flight.execution.finished]
 
     # -- agreement over ranks -------------------------------------------------------------
 

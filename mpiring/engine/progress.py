@@ -61,6 +61,11 @@ class ProgressEngine:
         self._since = 0.0  # when their number was _PATIENCE
 
     @property
+    def lock(self) -> threading.RLock:
+        """Held while anything moves: by the thread that polls, and by the caller's."""
+        return self._lock
+
+    @property
     def active(self) -> int:
         """Executions under way."""
         return len(self._active)
