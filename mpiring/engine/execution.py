@@ -88,7 +88,7 @@ class Execution:
             list(after),
         ]
         # Whatever is in flight is kept alive from here, however the caller drops its arrays.
-        self._tasks = [tasks for tasks in rounds if tasks]
+        self._tasks = _joined(rounds)
         self._rounds = [_calls(tasks) for tasks in self._tasks]
         self.binding = binding
         self.schedule = schedule
@@ -104,7 +104,7 @@ class Execution:
         """Begin; the first round waits for ``gates``."""
         self.finished = False
         self._next = 0
-        self._pending = [gate.done for gate in gates]
+        self._pending = [gate.done for gate in gates] if gates else []
 
     def advance(self) -> bool:
         """Move as far as possible without waiting; whether anything moved.
@@ -155,6 +155,18 @@ class Execution:
 def _ordered(ops: Round) -> list[Op]:
     rank = {Recv: 0, Send: 1}
     return sorted(ops, key=lambda op: rank.get(type(op), 2))
+
+
+def _joined(rounds: Iterable[list[Task]]) -> list[list[Task]]:
+    """Rounds to wait for: one that is over as soon as it is started opens the next."""
+    joined: list[list[Task]] = []
+    opening: list[Task] = []
+    for tasks in rounds:
+        opening = opening + tasks
+        if not all(task.immediate for task in opening):
+            joined.append(opening)
+            opening = []
+    return [*joined, opening] if opening else joined
 
 
 def _calls(tasks: Sequence[Task]) -> tuple[tuple[Call, ...], tuple[Callable[[], bool], ...]]:

@@ -142,6 +142,9 @@ class Request:
         return self._execution is None or self._execution.finished
 
     def _end(self, execution: Execution, forget: bool = False) -> None:
+        if self.persistent and execution.error is None and not forget:
+            self._begun = False
+            return
         error, execution.error = execution.error, None
         first, self._begun = self._begun, False  # another thread may have waited too
         if error is not None or not self.persistent or forget:
