@@ -8,7 +8,7 @@ overlaps the transfer of the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 Range = tuple[int, int]
 
@@ -17,13 +17,13 @@ def split(start: int, stop: int, parts: int) -> tuple[Range, ...]:
     """Cut a range into ``parts`` whose sizes differ by at most one, larger ones first."""
     size, larger = divmod(stop - start, parts)
     bounds = [start + i * size + min(i, larger) for i in range(parts + 1)]
-    return tuple(zip(bounds[:-1], bounds[1:]))
+    return tuple(pairwise(bounds))
 
 
 def consecutive(counts: Sequence[int]) -> tuple[Range, ...]:
     """Ranges of the given sizes, one after the other from 0."""
     bounds = list(accumulate(counts, initial=0))
-    return tuple(zip(bounds[:-1], bounds[1:]))
+    return tuple(pairwise(bounds))
 
 
 def largest(chunks: Sequence[Range]) -> int:

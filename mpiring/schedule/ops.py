@@ -38,7 +38,8 @@ class Span(NamedTuple):
     stop: int
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]
+        """Elements; a tuple's own ``count`` has no use here."""
         return self.stop - self.start
 
     def overlaps(self, other: Span) -> bool:

@@ -19,21 +19,22 @@ the reduction has a round of its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mpiring.schedule.chunks import Range, largest, segments_per_chunk, split
-from mpiring.schedule.ops import Buffer, Copy, Recv, Reduce, Round, Send, Span
+from mpiring.schedule.ops import Buffer, Copy, Op, Recv, Reduce, Round, Send, Span
 
 Chunks = Sequence[Range]
 
 
 class Transfer(NamedTuple):
-    """One message each way, and what to do with what has come."""
+    """One message each way, and what to do afterwards, one op after the other."""
 
     send: Send
     recv: Recv
-    then: Reduce | None = None
+    then: tuple[Reduce | Copy, ...] = ()
 
 
 def all_reduce(
@@ -66,11 +67,15 @@ def reduce_scatter(
     if len(chunks) == 1:
         yield from _alone(chunks, in_place)
         return
-    scatter = _scatter_in_place if in_place else _scatter_into_scratch
-    yield from _pipeline(scatter(rank, chunks, m, scaled), m)
-    start, stop = chunks[rank]
-    if in_place and start:
-        yield from _move_to_front(start, stop)
+    if not in_place:
+        yield from _pipeline(_scatter_into_scratch(rank, chunks, m, scaled), m)
+        return
+    transfers = _scatter_in_place(rank, chunks, m, scaled)
+    if _front_is_free(rank, chunks):
+        yield from _pipeline([_to_front(transfer, chunks[rank]) for transfer in transfers], m)
+    else:
+        yield from _pipeline(transfers, m)
+        yield from _move_to_front(*chunks[rank])
 
 
 def all_gather(
@@ -115,15 +120,18 @@ def _pieces(count: int, segment: int | None) -> int:
 
 
 def _pipeline(transfers: Sequence[Transfer], m: int) -> Iterator[Round]:
-    pending: Round = ()
+    """A transfer to a round, what follows on it in the rounds after: alone where m = 1."""
+    later: deque[list[Op]] = deque()
     for send, recv, then in transfers:
-        yield (send, recv, *pending)
-        pending = (then,) if then else ()
-        if m == 1 and pending:
-            yield pending
-            pending = ()
-    if pending:
-        yield pending
+        yield (send, recv, *(later.popleft() if later else ()))
+        if m == 1:
+            yield from ((op,) for op in then)
+            continue
+        for delay, op in enumerate(then):
+            if delay == len(later):
+                later.append([])
+            later[delay].append(op)
+    yield from map(tuple, later)
 
 
 def _steps(
@@ -150,7 +158,7 @@ def _scatter_in_place(rank: int, chunks: Chunks, m: int, scaled: bool) -> list[T
             Transfer(
                 Send((rank + 1) % size, Span(Buffer.DATA, *sent)),
                 Recv((rank - 1) % size, landing),
-                Reduce(landing, own, scaled and step == size - 2),
+                (Reduce(landing, own, scaled and step == size - 2),),
             )
         )
     return transfers
@@ -167,7 +175,7 @@ def _scatter_into_data(rank: int, chunks: Chunks, m: int, scaled: bool) -> list[
             Transfer(
                 Send((rank + 1) % size, Span(source, *sent)),
                 Recv((rank - 1) % size, landing),
-                Reduce(Span(Buffer.INPUT, *received), landing, scaled and step == size - 2),
+                (Reduce(Span(Buffer.INPUT, *received), landing, scaled and step == size - 2),),
             )
         )
     return transfers
@@ -196,7 +204,7 @@ def _scatter_into_scratch(rank: int, chunks: Chunks, m: int, scaled: bool) -> li
             Transfer(
                 Send((rank + 1) % size, source),
                 Recv((rank - 1) % size, landing),
-                Reduce(Span(Buffer.INPUT, *received), landing, scaled and last),
+                (Reduce(Span(Buffer.INPUT, *received), landing, scaled and last),),
             )
         )
     return transfers
@@ -228,8 +236,30 @@ def _alone(chunks: Chunks, in_place: bool) -> Iterator[Round]:
         yield (Copy(Span(Buffer.INPUT, *chunks[0]), Span(Buffer.DATA, *chunks[0])),)
 
 
+def _front_is_free(rank: int, chunks: Chunks) -> bool:
+    """Whether segments of the own chunk may go to the start of DATA while the last step goes on.
+
+    What is there must have left: all but the chunk sent in the last step has. Of that one,
+    segments leave two rounds before those of the own chunk come, which is enough if it is
+    no shorter.
+    """
+    (start, stop), (sent, end) = chunks[rank], chunks[(rank + 1) % len(chunks)]
+    count = stop - start
+    return count <= start and (sent >= count or (sent == 0 and end >= count))
+
+
+def _to_front(transfer: Transfer, own: Range) -> Transfer:
+    """With a copy to the start of DATA, from the cache, if what comes completes the own chunk."""
+    start, stop = own
+    done = transfer.then[-1].dst
+    if not start <= done.start <= done.stop <= stop:
+        return transfer
+    front = Span(Buffer.DATA, done.start - start, done.stop - start)
+    return transfer._replace(then=(*transfer.then, Copy(done, front)))
+
+
 def _move_to_front(start: int, stop: int) -> Iterator[Round]:
     """Copy DATA[start:stop] to DATA[0:]: in pieces where source and target overlap."""
-    for at in range(start, stop, start):
+    for at in range(start, stop, start) if start else ():
         end = min(at + start, stop)
         yield (Copy(Span(Buffer.DATA, at, end), Span(Buffer.DATA, at - start, end - start)),)

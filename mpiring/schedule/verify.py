@@ -22,6 +22,7 @@ the timing, since no step can take another's possibility away.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -305,7 +306,7 @@ def _reduced(left: list[Run], right: list[Run], op: Op) -> list[Run]:
     """Runs of both operands, cut at each other's ends, with their contributions joined."""
     cuts = sorted({end for run in (*left, *right) for end in run[:2]})
     result = []
-    for start, stop in zip(cuts[:-1], cuts[1:]):
+    for start, stop in itertools.pairwise(cuts):
         a, b = (
             next(r.value for r in runs if r.start <= start and stop <= r.stop)
             for runs in (left, right)

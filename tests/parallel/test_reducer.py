@@ -22,7 +22,7 @@ def views(sizes: list[int], dtype: str = "f4") -> tuple[np.ndarray, list[np.ndar
     return flat, [flat[end - size : end] for end, size in zip(ends, sizes)]
 
 
-def members(buckets) -> list[tuple[int, ...]]:  # noqa: ANN001
+def members(buckets) -> list[tuple[int, ...]]:
     return [bucket.members for bucket in buckets]
 
 
