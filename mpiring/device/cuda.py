@@ -401,6 +401,7 @@ class Finite:
     def __init__(self, device: CudaDevice) -> None:
         self._driver = device.driver
         self.fine = device.empty(1, np.uint32)
+        self.fine.fill(1)
         self._told = device.staging(1, np.uint32)
         self._event = device.driver.event()
 

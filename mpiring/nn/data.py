@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -62,18 +63,22 @@ class Dataset:
     def features(self) -> int:
         return self.x_train.shape[1]
 
-    def train_batch(self, which: Any, dtype: Any = np.float32) -> tuple[Array, Array]:
+    def train_batch(
+        self, which: Any, dtype: Any = np.float32, xp: ModuleType = np
+    ) -> tuple[Array, Array]:
         """Inputs [n, features] of ``dtype`` and labels [n] of the training samples ``which``
-        (an array of indices, or a slice), in new host arrays."""
-        return self._inputs(self.x_train[which], dtype), self.y_train[which]
+        (an array of host indices, or a slice), as arrays of ``xp``. They travel as stored."""
+        return self._inputs(xp.asarray(self.x_train[which]), dtype), xp.asarray(self.y_train[which])
 
-    def test_batch(self, which: Any, dtype: Any = np.float32) -> tuple[Array, Array]:
+    def test_batch(
+        self, which: Any, dtype: Any = np.float32, xp: ModuleType = np
+    ) -> tuple[Array, Array]:
         """The same of the test samples."""
-        return self._inputs(self.x_test[which], dtype), self.y_test[which]
+        return self._inputs(xp.asarray(self.x_test[which]), dtype), xp.asarray(self.y_test[which])
 
     def _inputs(self, stored: Array, dtype: Any) -> Array:
         # Not in a lower precision than stored: large numbers may differ in their last digits only.
-        inputs = stored.astype(np.result_type(stored, dtype, np.float32))
+        inputs = stored.astype(np.result_type(stored.dtype, dtype, np.float32))
         inputs -= self.mean
         inputs *= 1 / self.deviation
         return inputs.astype(dtype, copy=False)

@@ -147,7 +147,7 @@ class ServerStrategy:
             self._comm.poll()
         self.polling_seconds += time.perf_counter() - begin
 
-    def update(self) -> bool:
+    def update(self) -> None:
         begin = time.perf_counter()
         self._filling.check("update")
         if not self._overlap:
@@ -157,7 +157,9 @@ class ServerStrategy:
         self._answers.clear()
         self._filling.reset()
         self.waiting_seconds += time.perf_counter() - begin
-        return True
+
+    def skipped(self) -> list[int]:
+        return []  # servers skip, key by key, and tell it at the end
 
     def _push(self, number: int) -> None:
         self._server.push(number, self._buckets[number])

@@ -26,6 +26,35 @@ class Optimizer(Protocol):
     def step(self, values: Any, gradients: Any) -> None: ...
 
 
+class Judge(Protocol):
+    """Has an optimizer take those steps whose gradients hold neither inf nor nan."""
+
+    def step(self, values: Any, gradients: Any) -> None: ...
+
+    def skipped(self) -> list[int]:
+        """The numbers, from 1, of the steps that were not taken. May wait for the latest."""
+        ...
+
+
+class Checked:
+    """Looks at the gradients, then takes the step."""
+
+    def __init__(self, optimizer: Optimizer, is_finite: Callable[[Any], bool]) -> None:
+        self._optimizer, self._is_finite = optimizer, is_finite
+        self._steps = 0
+        self._skipped: list[int] = []
+
+    def step(self, values: Any, gradients: Any) -> None:
+        self._steps += 1
+        if self._is_finite(gradients):
+            self._optimizer.step(values, gradients)
+        else:
+            self._skipped.append(self._steps)
+
+    def skipped(self) -> list[int]:
+        return self._skipped
+
+
 class Strategy(Protocol):
     """What the trainer runs, by ``name``."""
 
@@ -55,8 +84,13 @@ class Strategy(Protocol):
         """The gradient of ``parameter`` is done."""
         ...
 
-    def update(self) -> bool:
-        """Finish the exchange, update the weights; False if the step was skipped everywhere."""
+    def update(self) -> None:
+        """Finish the exchange and update the weights, unless a gradient holds inf or nan."""
+        ...
+
+    def skipped(self) -> list[int]:
+        """The numbers, from 1, of the steps that no rank has taken, as far as they are told
+        before ``report``. May wait for the latest."""
         ...
 
     def finish(self) -> None:
@@ -83,8 +117,7 @@ class AllReduce:
     """Sum gradients over the ring while backward runs; every rank updates all weights.
 
     ``values`` and ``gradients`` are the flat arrays that the parameters are views
-    of; ``is_finite`` tells whether a gradient may be used. All ranks hold the
-    same sum, so all skip the same steps.
+    of. All ranks hold the same sum, so all judge it alike and skip the same steps.
     """
 
     name = "ring"
@@ -96,15 +129,15 @@ class AllReduce:
         parameters: Sequence[HasGradient],
         values: Any,
         gradients: Any,
-        optimizer: Optimizer,
-        is_finite: Any,
+        judge: Judge,
         **reducer_options: Any,
     ) -> None:
         self.workers = tuple(range(comm.size))
         self._reducer = Reducer(comm, parameters, **reducer_options)
         self._comm, self._parameters = comm, parameters
         self._values, self._gradients = values, gradients
-        self._optimizer, self._is_finite = optimizer, is_finite
+        self._judge = judge
+        self.skipped = judge.skipped
         self.no_sync = self._reducer.no_sync
         self.ready = self._reducer.ready
 
@@ -116,12 +149,9 @@ class AllReduce:
     def waiting_seconds(self) -> float:
         return self._reducer.waiting_seconds
 
-    def update(self) -> bool:
+    def update(self) -> None:
         self._reducer.finish()
-        if not self._is_finite(self._gradients):
-            return False
-        self._optimizer.step(self._values, self._gradients)
-        return True
+        self._judge.step(self._values, self._gradients)
 
     def finish(self) -> None: ...
 

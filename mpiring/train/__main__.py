@@ -58,10 +58,13 @@ def _train(world: Any, wanted: argparse.Namespace) -> int:
     rank, size = world.Get_rank(), world.Get_size()
     alike(world, "arguments", vars(wanted))
     together(world, lambda: _check(wanted, rank))
+    place = _place(world, wanted)
     dataset = together(world, lambda: data.load(wanted.data))
     alike(world, "data", _fingerprint(dataset))
     part = together(world, lambda: share(wanted, size, rank))
-    replica = together(world, lambda: Replica(dataset, wanted, ranks=part[0], rank=part[1]))
+    replica = together(
+        world, lambda: Replica(dataset, wanted, ranks=part[0], rank=part[1], place=place)
+    )
     if wanted.resume:
         together(world, lambda: _resume(replica, wanted) if rank == 0 else None)
     comm = together(world, lambda: Communicator(world, progress=wanted.progress))
@@ -79,9 +82,9 @@ def _train(world: Any, wanted: argparse.Namespace) -> int:
     loss = float("nan")
     try:
         while replica.epochs < wanted.epochs:
-            skipped = len(trainer.clock.skipped)
+            skipped = len(trainer.skipped())
             loss = trainer.epoch(shown.step)
-            shown.epoch(replica.epochs, loss, len(trainer.clock.skipped) - skipped)
+            shown.epoch(replica.epochs, loss, len(trainer.skipped()) - skipped)
             if wanted.save and rank == 0 and trainer.strategy.replicated:
                 report.write(wanted.save, replica.save())
     finally:
@@ -110,11 +113,29 @@ def _given(wanted: argparse.Namespace | ArgumentError) -> argparse.Namespace:
 
 def _check(wanted: argparse.Namespace, rank: int) -> None:
     """What can be wrong with this machine. Files are written by rank 0 alone."""
-    if wanted.device == "cuda":
-        command_line.check_cuda()
     if rank == 0:
         for name in ("json", "trace", "save", "record"):
             command_line.check_writable(name, getattr(wanted, name))
+
+
+def _place(world: Any, wanted: argparse.Namespace) -> Any:
+    """Where this rank computes: on a GPU if all ranks can and nobody asked for another."""
+    from mpi4py import MPI
+
+    from mpiring.train import place
+
+    if wanted.device == "cuda":
+        together(world, place.check_cuda)
+        gpu = True
+    else:
+        able = wanted.device == "auto" and place.gpu_possible() and not place.cuda_missing()
+        gpu = all(ranks.everyones(world, able))
+    if not gpu:
+        return place.Host()
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank = node.Get_rank()
+    node.Free()
+    return together(world, lambda: place.Gpu(local_rank, wanted.gpu))
 
 
 def _resume(replica: Any, wanted: argparse.Namespace) -> None:

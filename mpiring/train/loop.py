@@ -36,12 +36,11 @@ _REPEATS = 7
 
 @dataclass
 class Clock:
-    """What each step took on this rank, in seconds, and which steps were skipped."""
+    """What each step took on this rank, in seconds."""
 
     steps: list[float] = field(default_factory=list)
     exposed: list[float] = field(default_factory=list)
     samples: int = 0  #: of all ranks
-    skipped: list[int] = field(default_factory=list)  #: the numbers of those steps, from 1
 
 
 class Trainer:
@@ -61,7 +60,7 @@ class Trainer:
     ) -> None:
         self.comm, self.replica, self.options = comm, replica, options
         self.engine = engine or default_engine()
-        self.dataset, self.model = replica.dataset, replica.model
+        self.dataset, self.model, self.place = replica.dataset, replica.model, replica.place
         broadcast_state(comm, self.model.parameters.values, replica.optimizer)
         replica.epochs = broadcast_number(comm, replica.epochs)
         self.strategy = _strategy(comm, replica, options)
@@ -69,7 +68,8 @@ class Trainer:
         self.clock = Clock()
         self.ledger = Ledger()
         self._watchers: list[Instrument] = []
-        self._losses = np.zeros(2)  # of the latest epoch: their sum, and that of the samples
+        self._loss = self.place.xp.zeros(1)  # summed over the samples of the latest epoch
+        self._samples = 0
         self._finished = False
         slow, factor = options.slow_rank or (-1, 1.0)
         self._slowness = factor - 1 if slow == comm.rank else 0.0
@@ -83,22 +83,30 @@ class Trainer:
         """One pass over the training samples; the mean loss over all of them, or over this
         rank's where ranks don't meet after an epoch.
 
-        ``progress(samples of the step, loss)`` is called after each step, with
-        this rank's mean loss.
+        ``progress(samples of the step, loss)`` is called after each step, with this rank's
+        mean loss over the steps since it was read last, every ``--log-every`` steps.
         """
         self.engine.instruments.append(self.ledger)
-        self._losses = np.zeros(2)
+        self._loss = self.place.xp.zeros(1)
+        self._samples = 0
+        log_every = self.options.log_every or self.place.log_every
+        loss, before, samples = float("nan"), 0.0, 0
+        steps = self.replica.sampler.epoch(self.replica.epochs) if self.works else ()
         with _quiet():
-            for step in self.replica.sampler.epoch(self.replica.epochs) if self.works else ():
-                loss = self._timed(step)
-                self._losses += loss, step.samples
-                progress(step.count, loss / max(1, step.samples))
+            for number, step in enumerate(steps, 1):
+                self._timed(step)
+                self._samples += step.samples
+                if number % log_every == 0:
+                    now = float(self._loss[0])
+                    loss = (now - before) / max(1, self._samples - samples)
+                    before, samples = now, self._samples
+                progress(step.count, loss)
         self.engine.instruments.remove(self.ledger)
         self.replica.epochs += 1
         return self._mean_loss(everyones=self.strategy.in_step)
 
     def _mean_loss(self, everyones: bool) -> float:
-        losses = self._losses.copy()
+        losses = np.array([float(self._loss[0]), self._samples])
         if everyones:
             self.comm.Allreduce("in place", losses)
         return float(losses[0]) / max(1.0, float(losses[1]))
@@ -109,35 +117,35 @@ class Trainer:
             self._finished = True
             self.strategy.finish()
 
-    def _timed(self, step: Step) -> float:
+    def skipped(self) -> list[int]:
+        """The numbers of the steps skipped so far, from 1; with servers they are told at the end."""
+        return self.strategy.skipped()
+
+    def _timed(self, step: Step) -> None:
         clock, strategy = self.clock, self.strategy
         begin = time.perf_counter()
         exposed = strategy.polling_seconds + strategy.waiting_seconds
-        loss = self._step(step)
+        self._step(step)
         clock.exposed.append(strategy.polling_seconds + strategy.waiting_seconds - exposed)
         clock.steps.append(time.perf_counter() - begin)
         clock.samples += step.count
-        return loss
 
-    def _step(self, step: Step) -> float:
-        loss = 0.0
+    def _step(self, step: Step) -> None:
         last = len(step.micro_batches) - 1
         begin = time.perf_counter()
         for number, indices in enumerate(step.micro_batches):
-            x, labels = self.dataset.train_batch(indices, self.options.dtype)
+            x, labels = self.dataset.train_batch(indices, self.options.dtype, self.place.xp)
             with nullcontext() if number == last else self.strategy.no_sync():
                 logits = self.model.forward(x)
-                part, gradient = softmax_cross_entropy(logits, labels, step.count)
+                loss, gradient = softmax_cross_entropy(logits, labels, step.count, self.place.xp)
+                self._loss += loss
                 begin = self._computed("forward", begin)
                 for parameter in self.model.backward(gradient, accumulate=number > 0):
                     begin = self._computed(f"backward {parameter.name}", begin)
                     self.strategy.ready(parameter)
                     begin = self._tell("start and poll", begin)
-            loss += float(part)
-        if not self.strategy.update():
-            self.clock.skipped.append(len(self.clock.steps) + 1)
+        self.strategy.update()
         self._tell("finish and update", begin)
-        return loss
 
     def _computed(self, label: str, begin: float) -> float:
         """Something has been computed since ``begin``; a slow rank is not ready with it yet."""
@@ -160,7 +168,8 @@ class Trainer:
         mine = np.array_split(np.arange(samples), self.comm.size)[self.comm.rank]
         right = np.zeros(1, np.int64)
         for start in range(0, len(mine), 1024):
-            x, labels = self.dataset.test_batch(mine[start : start + 1024], self.options.dtype)
+            part = mine[start : start + 1024]
+            x, labels = self.dataset.test_batch(part, self.options.dtype, self.place.xp)
             with _quiet():
                 right += self.model.correct(x, labels)
         self.comm.Allreduce("in place", right)
@@ -185,7 +194,7 @@ class Trainer:
 
     def identical(self) -> bool:
         """Whether the weights have the same bits on every rank, by a digest."""
-        octets = self.model.parameters.values.view(np.uint8)
+        octets = self.place.host(self.model.parameters.values).view(np.uint8)
         digest = np.frombuffer(hashlib.blake2b(octets, digest_size=8).digest(), np.uint64)
         everyone = np.empty(self.comm.size, np.uint64)
         self.comm.Allgather(digest, everyone)
@@ -219,6 +228,7 @@ class Trainer:
         return {
             "ranks": comm.size,
             "strategy": self.strategy.name,
+            "device": self.place.name,
             "overlap": self.options.overlap,
             "dataset": self.dataset.name,
             "epochs": self.options.epochs,
@@ -236,7 +246,7 @@ class Trainer:
             "more_ranks_than_cores": self.engine.yields,
             "bytes_sent_per_rank_per_step": sent,
             "bytes_formula": self.strategy.bytes_per_step(),
-            "steps_skipped": clock.skipped,
+            "steps_skipped": self.skipped(),
             "replicas_identical": identical,
             **self.strategy.report(),
         }
@@ -260,16 +270,17 @@ def share(options: argparse.Namespace, size: int, rank: int) -> tuple[int, int]:
 
 def _strategy(comm: Communicator, replica: Replica, options: argparse.Namespace) -> Strategy:
     parameters = replica.model.parameters
-    given = comm, list(parameters), parameters.values, parameters.gradients, replica.optimizer
+    given = comm, list(parameters), parameters.values, parameters.gradients
     buckets = {
         "bucket_bytes": _bytes(options.bucket_mb, BUCKET, parameters.nbytes),
         "first_bucket_bytes": _bytes(options.first_bucket_mb, FIRST_BUCKET, parameters.nbytes),
         "overlap": options.overlap,
     }
     if options.strategy == "ring":
-        return AllReduce(*given, all_finite, **buckets)
+        return AllReduce(*given, replica.place.judge(replica.optimizer), **buckets)
     return ServerStrategy(
         *given,
+        replica.optimizer,
         all_finite,
         mode=options.server_mode,
         staleness=options.staleness,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from mpiring.errors import ArgumentError, DeviceError
+from mpiring.errors import ArgumentError
 from mpiring.parallel.protocol import MODES, lead_of
 from mpiring.transport.launcher import launched
 
@@ -117,7 +117,19 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     machine = p.add_argument_group("machine and files")
-    machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    machine.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: cuda where every rank has a GPU and CuPy",
+    )  # fmt: skip
+    machine.add_argument(
+        "--gpu", default="auto", metavar="auto|N",
+        help="which of a node's GPUs; auto: by turns, ranks share them where there are fewer",
+    )  # fmt: skip
+    machine.add_argument(
+        "--log-every", type=_whole_number(1), metavar="N",
+        help="steps after which the loss is read, which on a GPU waits for it (default: 1, on a "
+        "GPU 50)",
+    )  # fmt: skip
     machine.add_argument("--json", metavar="FILE", help="write the results as JSON")
     machine.add_argument(
         "--trace", metavar="FILE", help="write a timeline of all ranks for ui.perfetto.dev"
@@ -179,19 +191,6 @@ def check_writable(name: str, path: str | None) -> None:
         wrong = f"{folder} cannot be written to"
     if wrong:
         raise ArgumentError(f"--{name}: {path!r} given, but {wrong}; allowed is a file to write")
-
-
-def check_cuda() -> None:
-    """DeviceError: why there is no training on a GPU."""
-    try:
-        from mpiring.device.cuda import gpu_for
-    except ImportError as error:
-        raise DeviceError(
-            f"--device: cuda given, but CuPy is not installed ({error}): "
-            "pip install 'mpiring[cuda12]'; allowed are auto and cpu"
-        ) from None
-    gpu_for(0)
-    raise DeviceError("--device: cuda given; the network is computed by NumPy: use auto or cpu")
 
 
 class _Parser(argparse.ArgumentParser):

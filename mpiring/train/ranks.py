@@ -82,7 +82,7 @@ def together(comm: Any, action: Callable[[], T]) -> T:
         result = action()
     except (MpiringError, OSError, MemoryError) as error:
         failure = error
-    told = _exchanged(comm, str(failure) if failure else "")
+    told = everyones(comm, str(failure) if failure else "")
     if not any(told):
         return result
     first = next(text for text in told if text)
@@ -93,7 +93,7 @@ def together(comm: Any, action: Callable[[], T]) -> T:
 
 def alike(comm: Any, what: str, mine: Mapping[str, Any]) -> None:
     """Refused on all ranks, naming the first difference, unless ``mine`` is equal on all."""
-    everyone = _exchanged(comm, dict(mine))
+    everyone = everyones(comm, dict(mine))
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:
             ours, other = everyone[0].get(name), theirs.get(name)
@@ -133,7 +133,7 @@ def abort(comm: Any) -> int:
     return 1
 
 
-def _exchanged(comm: Any, value: Any) -> list[Any]:
+def everyones(comm: Any, value: Any) -> list[Any]:
     """Every rank's value. Gives the core away until all are there: MPI's own wait would spin,
     and take it from a rank that is still reading its data."""
     arrived = comm.Ibarrier()

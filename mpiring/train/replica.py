@@ -21,15 +21,23 @@ from mpiring.nn.data import Dataset
 from mpiring.nn.model import MLP
 from mpiring.nn.optim import SGD, Adam, Optimizer
 from mpiring.nn.sampler import Sampler
+from mpiring.train.place import Host, Place
 
 
 class Replica:
     """Made alike on every rank. Raises ArgumentError if the options do not fit the data."""
 
     def __init__(
-        self, dataset: Dataset, options: argparse.Namespace, *, ranks: int = 1, rank: int = 0
+        self,
+        dataset: Dataset,
+        options: argparse.Namespace,
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        place: Place | None = None,
     ) -> None:
         self.dataset = dataset
+        self.place = place or Host()
         self.sampler = Sampler(
             len(dataset.y_train),
             options.batch_size,
@@ -39,14 +47,20 @@ class Replica:
             accumulate=options.accumulate,
         )
         sizes = (dataset.features, *options.hidden, dataset.classes)
-        self.model = MLP(sizes, dtype=options.dtype, seed=options.seed)
-        self.optimizer = _optimizer(self.model.parameters.size, options)
+        self.model = MLP(
+            sizes,
+            xp=self.place.xp,
+            dtype=options.dtype,
+            seed=options.seed,
+            allocate=self.place.allocate,
+        )
+        self.optimizer = _optimizer(self.model.parameters.size, options, self.place)
         self.epochs = 0  #: done
 
     def save(self) -> bytes:
         """The content of a file from which ``load`` goes on."""
         file = io.BytesIO()
-        np.savez(file, **self._state())
+        np.savez(file, **{name: self.place.host(array) for name, array in self._state().items()})
         return file.getvalue()
 
     def load(self, path: str) -> None:
@@ -64,7 +78,7 @@ class Replica:
                     f"{name} is {given}; allowed is {_kind(wanted)}"
                 )
         for parameter in self.model.parameters:
-            parameter.value[...] = saved[parameter.name]
+            parameter.value[...] = self.place.xp.asarray(saved[parameter.name])
         self.optimizer.load_state_dict(
             {name: saved[f"optimizer.{name}"] for name in self.optimizer.state_dict()}
         )
@@ -84,13 +98,13 @@ def _kind(array: Any) -> str:
     return f"{array.dtype} {list(array.shape)}"
 
 
-def _optimizer(count: int, options: argparse.Namespace) -> Optimizer:
+def _optimizer(count: int, options: argparse.Namespace, place: Place) -> Optimizer:
+    common: dict[str, Any] = {
+        "lr": options.lr,
+        "weight_decay": options.weight_decay,
+        "xp": place.xp,
+        "kernel": place.kernel(options.optimizer),
+    }
     if options.optimizer == "adam":
-        return Adam(count, options.dtype, lr=options.lr, weight_decay=options.weight_decay)
-    return SGD(
-        count,
-        options.dtype,
-        lr=options.lr,
-        momentum=options.momentum,
-        weight_decay=options.weight_decay,
-    )
+        return Adam(count, options.dtype, **common)
+    return SGD(count, options.dtype, momentum=options.momentum, **common)

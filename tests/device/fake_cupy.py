@@ -78,6 +78,9 @@ def make(gpu: Gpu) -> types.ModuleType:
         def nbytes(self) -> int:
             return self.size * self.dtype.itemsize
 
+        def fill(self, value: float) -> None:
+            gpu.note("fill", value)
+
         def __getitem__(self, part: slice) -> ndarray:
             start, stop, _ = part.indices(self.size)
             at = self.data.ptr - self.data.mem.ptr + start * self.dtype.itemsize

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mpiring.errors import ArgumentError, DeviceError
-from mpiring.train.options import check_cuda, check_writable, parse
+from mpiring.train.options import check_writable, parse
+from mpiring.train.place import check_cuda
 
 
 def test_defaults() -> None:
