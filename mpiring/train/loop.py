@@ -118,7 +118,7 @@ class Trainer:
             self.strategy.finish()
 
     def skipped(self) -> list[int]:
-        """The numbers of the steps skipped so far, from 1; with servers they are told at the end."""
+        """The numbers, from 1, of the steps skipped so far; those of servers come at the end."""
         return self.strategy.skipped()
 
     def _timed(self, step: Step) -> None:
