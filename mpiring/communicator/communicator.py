@@ -461,10 +461,12 @@ class Communicator:
         with suppress(StallError):
             self._engine.wait(over)
         for _, execution in flights:
-            if execution.error is not None or not execution.finished:
-                why = execution.error or "the other ranks did not come"
+            if not execution.finished:
+                self._engine.fail(execution, StallError("the other ranks did not come"))
+            if execution.error is not None:
                 print(
-                    f"mpiring: rank {self.rank} ends, and {execution.label} with it: {why}",
+                    f"mpiring: rank {self.rank} ends, and {execution.label} with it: "
+                    f"{execution.error}",
                     file=sys.stderr,
                 )
         self._leave()

@@ -19,6 +19,7 @@ one that was forked from it does nothing of the kind.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import sys
@@ -86,6 +87,9 @@ def _depart() -> None:
     if _process == os.getpid() and not MPI.Is_finalized():
         for communicator in list(_open.values()):
             communicator.depart()
+            # MPI_Finalize may still read what was sent, and comes after Python has torn down
+            # everything that can be: so this reference is never given back.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
         _open.clear()
 
 

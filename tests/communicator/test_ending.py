@@ -66,6 +66,23 @@ def test_a_collective_that_the_others_never_call() -> None:
     )
 
 
+def test_a_collective_that_the_others_may_still_call(mpi: Installation) -> None:
+    """One that computes for long is not waited for longer than a standstill is borne."""
+    done = run(
+        mpi,
+        """
+        ring = mpiring.Communicator(world)
+        if rank:
+            time.sleep(1.5)
+        else:
+            request = ring.Iallreduce(MPI.IN_PLACE, ones(1_000_000))
+            del request
+        """,
+        MPIRING_STALL_SECONDS="0.3",
+    ).check()
+    assert "with it: the other ranks did not come" in done.stderr
+
+
 def test_an_exception_of_one_rank_ends_all(mpi: Installation) -> None:
     done = run(
         mpi,
