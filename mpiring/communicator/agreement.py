@@ -271,7 +271,7 @@ def _seconds(name: str) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not seconds > 0:  # nan is not
         raise ArgumentError(f"{name}: {text!r} given; allowed are seconds above 0")
     return seconds
 
