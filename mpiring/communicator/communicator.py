@@ -102,6 +102,7 @@ class Communicator:
     ) -> None:
         self._engine = engine or default_engine()
         self._algorithm, self._segment = algorithm, segment
+        self._alone = True  # on one machine
         self._check = os.environ.get("MPIRING_CHECK") or "first"
         self._comm: Any = None
         self._private: list[Any] = []
@@ -154,7 +155,7 @@ class Communicator:
     def _open_mpi(self, comm: Any, progress: str, gpu_path: str | None) -> None:
         from mpi4py import MPI
 
-        from mpiring.transport.mpi import MpiTransport, more_ranks_than_cores
+        from mpiring.transport.mpi import MpiTransport, node_of
 
         ending.check_launch(MPI.COMM_WORLD)
         if comm == MPI.COMM_NULL or comm.Is_inter():
@@ -189,7 +190,9 @@ class Communicator:
         for private in self._private:
             private.Set_errhandler(MPI.ERRORS_RETURN)
         self._transport = MpiTransport(self._private[0])
-        self._engine.yields |= more_ranks_than_cores(self._private[1])
+        node = node_of(self._private[1])
+        self._engine.yields |= node.crowded
+        self._alone = node.alone
         self._agreement = Agreement(self._private[1], self._engine)
         ending.attend(self, comm.Get_size())
         if progress == "thread":
@@ -653,8 +656,11 @@ class Communicator:
         itemsize = data.dtype.itemsize
         count = sum(stop - start for start, stop in chunks)
         algorithm = catalog.choose(collective, self.size, count * itemsize, self._algorithm)
-        place = self._path.path if data.on_device else "host"
-        segment = max(1, (self._segment or paths.SEGMENTS[place]) // itemsize)
+        if data.on_device:
+            usual = paths.SEGMENTS[self._path.path]
+        else:
+            usual = catalog.SEGMENT if self._alone else catalog.NETWORK_SEGMENT
+        segment = max(1, (self._segment or usual) // itemsize)
         return Plan(collective, algorithm, chunks, source is None, segment)
 
     def _packed(

@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpiring.errors import ArgumentError, DeviceError
-from mpiring.schedule import catalog
 from mpiring.schedule.ops import Buffer
 from mpiring.schedule.staging import THROUGH_HOST, Detour
 
@@ -40,7 +39,7 @@ _MIB = 1 << 20
 #: Bytes that travel at once where nothing else is asked for. A segment costs a launch, an event
 #: and a message, tens of microseconds of the host's time, so it is to take a GPU as long: a bus
 #: moves megabytes meanwhile, a GPU's own memory many times as much.
-SEGMENTS = {"host": catalog.SEGMENT, "staged": 4 * _MIB, "direct": 4 * _MIB, "peer": 64 * _MIB}
+SEGMENTS = {"staged": 4 * _MIB, "direct": 4 * _MIB, "peer": 64 * _MIB}
 
 _CONTROL = "/dev/nvidiactl"  # there wherever NVIDIA's driver is loaded
 

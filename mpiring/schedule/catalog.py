@@ -29,8 +29,9 @@ ALGORITHMS = {
 DOUBLING_LIMIT = 16 << 10
 
 #: Bytes of a segment: small enough that what has arrived is still in the cache
-#: when it is reduced, large enough that a message's fixed cost does not show.
-SEGMENT = 2 << 20
+#: when it is reduced, large enough that a message's fixed cost does not show. Between
+#: machines that is more: a round ends with a round trip, in which the link is idle.
+SEGMENT, NETWORK_SEGMENT = 1 << 20, 2 << 20
 
 
 class Mean(NamedTuple):

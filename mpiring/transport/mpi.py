@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -221,10 +221,17 @@ def _free(request: Any) -> None:
         request.Free()
 
 
-def more_ranks_than_cores(comm: MPI.Intracomm) -> bool:
-    """Whether the ranks of this node outnumber the cores that they may use together."""
+class Node(NamedTuple):
+    """What the ranks that share a machine have of it."""
+
+    crowded: bool  #: whether they outnumber the cores that they may use together
+    alone: bool  #: whether there are no others
+
+
+def node_of(comm: MPI.Intracomm) -> Node:
+    """The machine that this rank is on. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     cores = set().union(*node.allgather(os.sched_getaffinity(0)))
-    crowded = node.Get_size() > len(cores)
+    size = node.Get_size()
     node.Free()
-    return crowded
+    return Node(size > len(cores), size == comm.Get_size())
