@@ -17,6 +17,7 @@ from mpiring.parallel.placement import Key
 from mpiring.parallel.protocol import Done, Failed, Pull
 from mpiring.parallel.service import CONTROL, answer_slot, encode, push_slot
 from mpiring.parallel.worker import WorkerState
+from mpiring.task import READY
 
 
 def piece(array: Array, key: Key) -> Array:
@@ -29,7 +30,8 @@ class Client:
     """Pushes gradients of, and receives, flat ``parameters``, by their place in the list.
 
     ``keys`` are the pieces of all parameters, known by their place; ``servers`` the ranks that
-    hold them. ``advance`` moves it.
+    hold them. What is asked for is noted, or refused with nothing changed; ``begin`` begins it as
+    far as it can begin at once, ``advance`` moves everything.
     """
 
     def __init__(
@@ -107,8 +109,11 @@ class Client:
         self._tell(self.state.fail())
         self.pull_all()
 
+    def begin(self) -> bool:
+        return self._gated.advance()
+
     def advance(self) -> bool:
-        moved = self._gated.advance()
+        moved = self.begin()
         over = self._inlet.ended()
         for key in over:
             self.state.receive(key)
@@ -153,4 +158,4 @@ class Client:
             task = self._links.send(
                 encode(message), self._servers[server], push_slot(CONTROL), persistent=False
             )
-            self._outbox.start(Parcel(task))
+            self._gated.add(READY, partial(self._outbox.start, Parcel(task)))

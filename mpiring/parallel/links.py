@@ -4,6 +4,9 @@ A rank that is worker and server at once talks to itself too. Such a message is 
 made when both its ends have been started; to whoever starts and asks them, its tasks look
 like those of the transport. Only what goes over a link is counted.
 
+Device arrays travel as the communicator's do, except that what it lets GPUs fetch from each
+other goes through the host here.
+
 ``Outbox`` holds what is being sent: from the start of a send to its end the array belongs
 to MPI, and stays alive from here.
 """
@@ -15,46 +18,50 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiring.device.base import Array, Device
-from mpiring.device.host import HostDevice
 from mpiring.task import Task
 from mpiring.trace import Instrument
 from mpiring.transport.base import Receive, Transport
-
-_HOST = HostDevice()
-
-
-def device_of(array: Array) -> Device:
-    """Where ``array`` lives."""
-    if not hasattr(array, "__cuda_array_interface__"):
-        return _HOST
-    from mpiring.device import cuda
-
-    return cuda.device_of(array)
 
 
 class Links:
     """Tasks for messages to and from the ranks of ``transport``, this one included.
 
-    ``device(array)`` is where an array lives.
+    ``device(array)`` is where an array lives; ``direct`` whether MPI may be handed device
+    memory. What it may not be handed goes through memory of the host.
     """
 
     def __init__(
-        self, transport: Transport, device: Callable[[Array], Device] = device_of
+        self, transport: Transport, device: Callable[[Array], Device], *, direct: bool = False
     ) -> None:
         self.rank = transport.rank
         self.device = device
-        self._transport = transport
+        self._transport, self._direct = transport, direct
         self._meetings: dict[int, _Meeting] = {}
 
     def send(self, view: Array, peer: int, slot: int, *, persistent: bool = True) -> Task:
         if peer == self.rank:
             return _End(self._meeting(slot), "source", view)
-        return self._transport.send(view, peer, slot, persistent=persistent)
+        staging = self._staging(view)
+        if staging is None:
+            return self._transport.send(view, peer, slot, persistent=persistent)
+        send = self._transport.send(staging, peer, slot, persistent=persistent)
+        return _Relay(self.device(view).copy(view, staging), send)
 
     def receive(self, view: Array, peer: int, slot: int) -> Receive:
         if peer == self.rank:
             return _End(self._meeting(slot), "target", view)
-        return self._transport.recv(view, peer, slot, persistent=True)
+        staging = self._staging(view)
+        if staging is None:
+            return self._transport.recv(view, peer, slot, persistent=True)
+        receive = self._transport.recv(staging, peer, slot, persistent=True)
+        return _Relay(receive, self.device(view).copy(staging, view))
+
+    def _staging(self, view: Array) -> Array | None:
+        """Host memory for messages of what MPI must not be handed."""
+        device: Any = self.device(view)
+        if device.kind == "host" or (self._direct and device.plain(view)):
+            return None
+        return device.staging(view.size, view.dtype)
 
     def inlet(self, receives: Sequence[Receive]) -> Inlet:
         """What ``receive`` gave, to be asked all together."""
@@ -119,6 +126,33 @@ class _End:
             self.over = True
 
 
+class _Relay:
+    """One task, then another: a copy to the host and a send, a receive and a copy from there."""
+
+    immediate = False
+
+    def __init__(self, first: Any, second: Task) -> None:
+        self._first, self._second = first, second
+        self._handed_on = True
+
+    def start(self) -> None:
+        self._handed_on = False
+        self._first.start()
+
+    def done(self) -> bool:
+        if not self._handed_on:
+            if not self._first.done():
+                return False
+            self._handed_on = True
+            self._second.start()
+        return self._second.done()
+
+    def cancel(self) -> None:
+        if not self._handed_on:
+            self._handed_on = True
+            self._first.cancel()
+
+
 class Inlet:
     """Receives known by their places. Asked often and nearly always in vain, so all at once."""
 
@@ -128,7 +162,8 @@ class Inlet:
         # A message to oneself is none of the transport's.
         self._far = [i for i, each in enumerate(receives) if not isinstance(each, _End)]
         self._alone = [i for i, each in enumerate(receives) if isinstance(each, _End)]
-        self._some = transport.some([receives[i] for i in self._far])
+        some = getattr(transport, "some", None)
+        self._some = some([receives[i] for i in self._far]) if some else None
         if self._some is None:
             self._alone = list(range(len(receives)))
 
@@ -227,7 +262,6 @@ class Gated:
 
     def add(self, gate: Any, call: Callable[[], None]) -> None:
         self._waiting.append((gate, call))
-        self.advance()
 
     def advance(self) -> bool:
         moved = False

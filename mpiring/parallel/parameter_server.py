@@ -17,7 +17,8 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,11 @@ class ParameterServer:
         self.rank: int = self._comm.rank
         self._engine = self._comm.engine
         self._outbox = Outbox(self._engine.instruments)
-        links = Links(transport)
+        device = self._comm.device_of
+        # Asked only where it matters, since the answer is told to the user.
+        on_host = all(device(array).kind == "host" for array in self._flat)
+        direct = not on_host and self._comm.gpu_path() == "direct"
+        links = Links(transport, device, direct=direct)
         held = shards(self.keys, len(self._roles.servers))
         self._service = self._serve(links, held, logs, optimizer, accept)
         self._client: Client | None = None
@@ -266,7 +271,7 @@ class ParameterServer:
                     f"{parameter.size} x {parameter.dtype}"
                 )
             known = self._gradients[number] = gradient, flat
-        with self._lock:
+        with self._asking(client):
             client.push(number, known[1])
 
     def pull(self, key: Hashable) -> None:
@@ -281,7 +286,7 @@ class ParameterServer:
                 f"key: {key!r} has not been pushed in this step; refresh() asks for the newest "
                 "parameters between two steps"
             )
-        with self._lock:
+        with self._asking(client):
             client.pull(number)
 
     def step(self) -> None:
@@ -290,7 +295,7 @@ class ParameterServer:
         if client.missing:
             names = [name for name, number in self._numbers.items() if number in client.missing]
             raise ArgumentError(f"step: never pushed in this step: {names}; all are needed")
-        with self._lock:
+        with self._asking(client):
             client.pull_all()
         self._wait(
             lambda: client.idle and self._outbox.empty, f"the end of step {client.state.step}"
@@ -300,7 +305,7 @@ class ParameterServer:
     def refresh(self) -> None:
         """Fetch the newest parameters without pushing anything; between two steps."""
         client = self._worker("refresh")
-        with self._lock:
+        with self._asking(client):
             client.refresh()
         self._wait(lambda: client.idle, "the newest parameters")
         client.end_step()
@@ -319,7 +324,7 @@ class ParameterServer:
             if self._client.pushed:
                 self._give_up()
                 raise ArgumentError("close: in the middle of a step; call step() first")
-            with self._lock:
+            with self._asking(self._client):
                 self._client.leave(final)
         self._end("the end of the other workers")
 
@@ -341,21 +346,33 @@ class ParameterServer:
 
     def advance(self) -> bool:
         """What the engine polls."""
-        if self._error is not None:
-            return False
         with self._lock:
-            try:
-                moved = self._client is not None and self._client.advance()
-                moved |= self._service is not None and self._service.advance()
-                return self._outbox.advance() or moved
-            except BaseException as error:
-                self._error = error
-                raise
+            return self._error is None and self._moved(self._move)
+
+    def _move(self) -> bool:
+        moved = self._client is not None and self._client.advance()
+        moved |= self._service is not None and self._service.advance()
+        return self._outbox.advance() or moved
+
+    @contextmanager
+    def _asking(self, client: Client) -> Iterator[None]:
+        """What a call asks of the client is checked and noted inside, and begun afterwards."""
+        with self._lock:
+            yield
+            self._moved(client.begin)
+
+    def _moved(self, move: Callable[[], bool]) -> bool:
+        """Whoever meets an error here, on whatever way, the server is broken."""
+        try:
+            return move()
+        except BaseException as error:
+            self._error = error
+            raise
 
     def _give_up(self) -> None:
         """This rank's worker has failed. Its server goes on until the others are done."""
         if self._client is not None and not self._client.state.left:
-            with self._lock:
+            with self._asking(self._client):
                 self._client.fail()
         self._end("the end of the other workers, having failed")
 

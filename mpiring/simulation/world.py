@@ -15,14 +15,13 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpiring.engine.progress import ProgressEngine
 from mpiring.errors import HazardError, StallError, TransportError
-from mpiring.transport.base import Receive
 
 
 class Message:
@@ -74,9 +73,6 @@ class VirtualTransport:
     def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Message:
         channel = self._world.channels[peer, self.rank, (*self._context, slot)][1]
         return Message(self._world, channel, view)
-
-    def some(self, receives: Sequence[Receive]) -> None:
-        return None
 
     def duplicate(self) -> VirtualTransport:
         # Collective, so all ranks count alike.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from mpiring.task import Task
@@ -23,6 +22,10 @@ class Transport(Protocol):
     pair with the same slot match in the order in which they are started. A
     receive that completes with another number of bytes than its view holds
     raises TransportError.
+
+    A transport may also have ``some(receives)``: a call that tells the places of those
+    persistent receives that have ended since it was called last, where that is cheaper than
+    to ask each; None where it is not.
     """
 
     rank: int
@@ -35,12 +38,6 @@ class Transport(Protocol):
 
     def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Receive:
         """A task that receives into ``view`` from ``peer``."""
-        ...
-
-    def some(self, receives: Sequence[Receive]) -> Callable[[], Iterable[int]] | None:
-        """A call that tells the places of those persistent receives that have ended since it was
-        called last, cheaper than by asking each; None where it would not be.
-        """
         ...
 
     def duplicate(self) -> Transport:
