@@ -96,6 +96,9 @@ class ParameterServer:
     always); others are skipped on the server and counted. ``smallest`` and ``largest`` bound the
     bytes of a message, see ``placement``.
 
+    Arrays on a GPU are taken over from the stream that is current in the call: ``push`` from
+    the work on the gradient, ``pull``, ``step`` and ``refresh`` from that on the old parameters.
+
     Memory beside the parameters: a server holds its shard, and once for each worker (in async
     and ssp twice) as much again.
 

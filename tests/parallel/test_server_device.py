@@ -71,7 +71,7 @@ def train(
                         driver.launch(mine, "of inputs", lambda: None, reads=[array])
                         if number == 0:
                             server.pull(0)
-                server.step()
+                    server.step()
                 for array in parameters:
                     driver.launch(
                         VirtualStream("forward"),
