@@ -57,8 +57,9 @@ def test_allreduce_as_mpi_does_it(family: Communicator, comm: MPI.Intracomm) -> 
             comm.Allreduce(sent, expected, op)
             family.Allreduce(sent, result, op)
             np.testing.assert_array_equal(result, expected, f"{name} of {sent.dtype}")
-            family.Allreduce(MPI.IN_PLACE, sent, name.lower())
-            np.testing.assert_array_equal(sent, expected, f"{name} of {sent.dtype}, in place")
+            if char == "i":
+                family.Allreduce(MPI.IN_PLACE, sent, name.lower())
+                np.testing.assert_array_equal(sent, expected, f"{name}, in place")
 
 
 @pytest.mark.parametrize("char", "?" + INTEGERS + FLOATS + COMPLEX)

