@@ -30,7 +30,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 if not cupy.cuda.is_available():
     pytest.skip("no CUDA GPU here", allow_module_level=True)
 
-from mpiring.device.cuda import CudaDevice, device_of, wrap  # noqa: E402
+from mpiring.device.cuda import CudaDevice, Finite, device_of, wrap  # noqa: E402
 
 OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
@@ -121,9 +121,39 @@ def test_the_callers_slow_kernel_is_waited_for_and_only_observed(device: CudaDev
 
 
 def test_memory_is_plain_enough_for_other_processes(device: CudaDevice) -> None:
-    array = device.empty(1000, "f4")
-    assert device.owns(array) and not device.owns(cupy.empty(10))
-    assert len(cupy.cuda.runtime.ipcGetMemHandle(array.data.ptr)) == 64
+    array, ordinary = device.empty(1000, "f4"), cupy.empty(10)
+    assert device.owns(array) and not device.owns(ordinary)
+    exported = device.export(array[10:])
+    assert exported is not None
+    handle, start = exported
+    assert len(handle) == 64 and start % 4 == 0
+    assert device.export(ordinary) is None
+    assert device.plain(array) and device.plain(ordinary)
+
+
+def test_memory_of_asynchronous_pools_and_managed_memory_is_told_from_plain(
+    device: CudaDevice,
+) -> None:
+    special = [cupy.cuda.malloc_managed(4096), cupy.cuda.malloc_async(4096)]
+    for memory in special:
+        array = cupy.ndarray((1024,), np.float32, memory)
+        array.fill(1)
+        cupy.cuda.Device(0).synchronize()
+        assert not device.plain(array) and not device.owns(array)
+
+
+def test_a_step_is_left_out_where_a_gradient_is_not_finite(device: CudaDevice) -> None:
+    finite, count = Finite(device), 100_003
+    values, gradients = cupy.ones(count, "f4"), cupy.ones(count, "f4")
+    for bad, left_out in ((1.0, False), (np.nan, True), (np.inf, True), (2.0, False)):
+        before = float(values[0])
+        gradients[-1] = bad
+        finite.look(gradients)
+        device.sgd(
+            values, gradients, {}, {"lr": 0.5, "momentum": 0, "weight_decay": 0}, finite.fine
+        )
+        assert finite.seen() is not left_out
+        assert float(values[0]) == before - 0.5 * (not left_out)
 
 
 def test_memory_stays_flat(device: CudaDevice) -> None:
@@ -180,8 +210,8 @@ def test_a_staged_all_reduce_between_slow_producers_and_any_stream(size: int, co
         data = cupy.zeros(count, "f4")
         buffers = {
             Buffer.DATA: data,
-            Buffer.SCRATCH: device.empty(own.extent(Buffer.SCRATCH), "f4"),
-            Buffer.HOST: device.staging(own.extent(Buffer.HOST), "f4"),
+            Buffer.SCRATCH: device.scratch(own.scratch, "f4"),
+            Buffer.HOST: device.staging(own.staging, "f4"),
         }
         execution = Execution(own, Binding(buffers, device, transport, 1, Reduction("sum")))
         cupy.cuda.get_current_stream().synchronize()
