@@ -406,6 +406,10 @@ def nccl() -> None:
     """NCCL with several ranks on one GPU, which it allows from 2.30 on when told so."""
     from cupy.cuda import nccl as library
 
+    if not library.available or library.get_version() < 23000:
+        version = library.get_version() if library.available else "missing"
+        tell(done=f"NCCL {version}: not compared, ranks share a GPU from 2.30 on")
+        return
     tell(done=f"NCCL {library.get_version()}")
     ident = WORLD.bcast(library.get_unique_id() if RANK == 0 else None)
     comm = library.NcclCommunicator(SIZE, ident, RANK)

@@ -84,8 +84,10 @@ class Linear:
         db, sums = self.bias.gradient, working_dtype(gradient.dtype)
         if accumulate:
             self.xp.add(db, gradient.sum(axis=0, dtype=sums).astype(db.dtype), out=db)
-        else:
+        elif db.dtype == sums:
             gradient.sum(axis=0, dtype=sums, out=db)
+        else:  # CuPy's sum rounds into no other dtype
+            db[...] = gradient.sum(axis=0, dtype=sums)
         yield self.bias
 
         if accumulate:
