@@ -1,8 +1,9 @@
 """Messages of a parameter server on their way: bound once, counted, to oneself without MPI.
 
-A rank that is worker and server at once talks to itself too. Such a message is one copy,
-made when both its ends have been started; to whoever starts and asks them, its tasks look
-like those of the transport. Only what goes over a link is counted.
+A rank that is worker and server at once talks to itself too. Such a message is one copy, or
+none where the sender's array is only lent, made when both its ends have been started; to
+whoever starts and asks them, its tasks look like those of the transport. Only what goes over
+a link is counted.
 
 Device arrays travel as the communicator's do, except that what it lets GPUs fetch from each
 other goes through the host here.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mpiring.device.base import Array, Device
 from mpiring.task import Task
@@ -56,6 +57,10 @@ class Links:
         receive = self._transport.recv(staging, peer, slot, persistent=True)
         return _Relay(receive, self.device(view).copy(staging, view))
 
+    def borrow(self, slot: int) -> Loan:
+        """A receive from this rank itself that gets the sender's own array, to read it."""
+        return _End(self._meeting(slot), "target", None)
+
     def _staging(self, view: Array) -> Array | None:
         """Host memory for messages of what MPI must not be handed."""
         device: Any = self.device(view)
@@ -69,6 +74,12 @@ class Links:
 
     def _meeting(self, slot: int) -> _Meeting:
         return self._meetings.setdefault(slot, _Meeting(self.device))
+
+
+class Loan(Receive, Protocol):
+    """A receive without memory of its own."""
+
+    view: Array  #: what was sent last
 
 
 class _Meeting:
@@ -85,15 +96,18 @@ class _Meeting:
         if len(self.ends) < 2:
             return
         ends = self.ends["source"], self.ends["target"]
-        if ends != self._bound or self._copy is None:
-            self._bound = ends
-            source, target = (end.view for end in ends)
-            self._copy = self._device(target).copy(source, target)
-        self._copy.start()
+        source, target = ends
+        if target.lent:
+            target.view = source.view
+        else:
+            if ends != self._bound or self._copy is None:
+                self._bound = ends
+                self._copy = self._device(target.view).copy(source.view, target.view)
+            self._copy.start()
         self.advance()
 
     def advance(self) -> None:
-        if len(self.ends) < 2 or self._copy is None or not self._copy.done():
+        if len(self.ends) < 2 or (self._copy is not None and not self._copy.done()):
             return
         # Free for the next message, which one side may start before the other has asked.
         for end in self.ends.values():
@@ -108,6 +122,7 @@ class _End:
 
     def __init__(self, meeting: _Meeting, role: str, view: Array) -> None:
         self.role, self.view = role, view
+        self.lent = view is None
         self.over = True
         self._meeting = meeting
 

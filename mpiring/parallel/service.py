@@ -3,10 +3,11 @@
 Whatever comes goes into the books; what these command is done to one key after the other,
 in a *lane* for each, so that a key which waits for a device or a message holds up no other.
 
-Buffers are made once: the parameters, one for each worker's push of each key, and, except in
-sync, one for each worker's answer. There a push of somebody else may be applied while the
-answer is still under way, so a copy is sent. The sum of a key is built in the push buffer of
-the first worker that is added.
+Buffers are made once: the parameters, one for each push of each key by another rank, and,
+except in sync, one for each worker's answer. There a push of somebody else may be applied
+while the answer is still under way, so a copy is sent. The sum of a key is built in the push
+buffer of the first worker that is added; never in the gradient of this rank's own worker,
+which is read where it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpiring.device.base import Array, Device, Reduction
-from mpiring.parallel.links import Links, Outbox, Parcel
+from mpiring.parallel.links import Links, Loan, Outbox, Parcel
 from mpiring.parallel.protocol import (
     Accumulate,
     Apply,
@@ -32,7 +33,7 @@ from mpiring.parallel.protocol import (
     Reply,
 )
 from mpiring.parallel.server import ServerState
-from mpiring.task import Completion
+from mpiring.task import Completion, Task
 from mpiring.transport.base import Receive
 
 _SUM = Reduction("sum")
@@ -82,14 +83,16 @@ class Optimizer(Protocol):
 class _Lane:
     """One key, and what is to be done to it, one thing after the other."""
 
-    def __init__(self, key: int, values: Array, device: Device, optimizer: Optimizer) -> None:
-        self.key, self.values, self.device = key, values, device
+    def __init__(
+        self, key: int, values: Array, device: Device, optimizer: Optimizer, own: int
+    ) -> None:
+        self.key, self.values, self.device, self.own = key, values, device, own
         self.pushes: dict[int, Array] = {}
         self.answers: dict[int, Parcel] = {}
         self.copies: dict[int, Array] = {}
         self._optimizer = optimizer
         self._total = -1  # the worker in whose buffer the sum is built
-        self._adders: dict[tuple[int, int], Any] = {}
+        self._adders: dict[tuple[int, int], tuple[Array, Task]] = {}
         self._todo: deque[Callable[[], Completion | None]] = deque()
         self._waits_for: Completion | None = None
 
@@ -112,13 +115,21 @@ class _Lane:
         if first:
             self._total = worker
             return None
-        pair = self._total, worker
-        if pair not in self._adders:
-            total, push = self.pushes[self._total], self.pushes[worker]
-            self._adders[pair] = self.device.reduce(push, total, _SUM)
-        adder = self._adders[pair]
+        total, added = self._total, worker
+        if total == self.own:  # a + b has the bits of b + a
+            total, added = added, total
+        self._total = total
+        adder = self._adder(total, added)
         adder.start()
         return adder
+
+    def _adder(self, total: int, added: int) -> Task:
+        push = self.pushes[added]
+        known = self._adders.get((total, added))
+        if known is None or known[0] is not push:
+            known = push, self.device.reduce(push, self.pushes[total], _SUM)
+            self._adders[total, added] = known
+        return known[1]
 
     def settle(self) -> Completion:
         """The answers have arrived, or there would be no new gradient: MPI has to know it too."""
@@ -171,35 +182,44 @@ class Service:
         self.received: Counter[str] = Counter()  # bytes that came over links
         self._links, self._outbox, self._accept = links, outbox, accept
         self._lanes = {
-            key: _Lane(key, array, links.device(array), optimizer(array.size, array.dtype))
+            key: _Lane(
+                key, array, links.device(array), optimizer(array.size, array.dtype), links.rank
+            )
             for key, array in values.items()
         }
         self._busy: dict[int, _Lane] = {}
         self._inbox: dict[int, deque[Message]] = {worker: deque() for worker in state.workers}
         self._said = {worker: np.zeros(2, np.int64) for worker in state.workers}
         self._receives: list[Receive] = []
+        self._loans: dict[int, Loan] = {}  # by key: gradients of this rank's own worker
         self._origin: list[tuple[int, int]] = []  # worker and key of each of these
         self._place: dict[tuple[int, int], int] = {}  # the inverse
         self._came = dict.fromkeys(state.workers, 0)  # pushes of each worker
         self._failing: dict[int, int] = {}  # pushes that a failing worker has sent
         self._gone: set[int] = set()  # workers that send nothing more
         for worker in state.workers:
-            self._receive(self._said[worker], worker, CONTROL)
+            said = links.receive(self._said[worker], worker, push_slot(CONTROL))
+            self._known(worker, CONTROL, said)
             for lane in self._lanes.values():
                 self._bind(lane, worker)
         self._inlet = links.inlet(self._receives)
         for place in self._place:
             self._expect(*place)
 
-    def _receive(self, view: Array, worker: int, key: int) -> None:
+    def _known(self, worker: int, key: int, receive: Receive) -> None:
         self._place[worker, key] = len(self._origin)
         self._origin.append((worker, key))
-        self._receives.append(self._links.receive(view, worker, push_slot(key)))
+        self._receives.append(receive)
 
     def _bind(self, lane: _Lane, worker: int) -> None:
         count, dtype = lane.values.size, lane.values.dtype
-        push = lane.pushes[worker] = lane.device.empty(count, dtype)
-        self._receive(push, worker, lane.key)
+        receive: Receive
+        if worker == self._links.rank:
+            receive = self._loans[lane.key] = self._links.borrow(push_slot(lane.key))
+        else:
+            lane.pushes[worker] = lane.device.empty(count, dtype)
+            receive = self._links.receive(lane.pushes[worker], worker, push_slot(lane.key))
+        self._known(worker, lane.key, receive)
         source = lane.values
         if self.state.mode != "sync":
             source = lane.copies[worker] = lane.device.empty(count, dtype)
@@ -236,7 +256,9 @@ class Service:
                 self._hear(worker)
             else:
                 self._came[worker] += 1
-                if worker != self._links.rank:
+                if worker == self._links.rank:
+                    self._lanes[key].pushes[worker] = self._loans[key].view
+                else:
                     self.received["push"] += self._lanes[key].pushes[worker].nbytes
                 self._inbox[worker].append(Push(worker, key))
         for worker, pushes in tuple(self._failing.items()):

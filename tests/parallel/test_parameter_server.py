@@ -351,6 +351,20 @@ def test_the_newest_parameters_between_two_steps() -> None:
     assert results[0][2].steps == {0: 4, 1: 0}
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_gradients_are_only_read(mode: str) -> None:
+    def program(server: ParameterServer, parameters: dict[str, np.ndarray], pause: Any) -> None:
+        gradients = {name: np.full_like(array, 3) for name, array in parameters.items()}
+        for _ in range(3):
+            for name, array in gradients.items():
+                server.push(name, array)
+            server.step()
+            assert all((array == 3).all() for array in gradients.values())
+
+    for seed in range(4):
+        run(3, program, seed=seed, mode=mode)
+
+
 def test_what_rank_0_has_is_where_all_begin() -> None:
     def rank(transport: VirtualTransport, engine: ProgressEngine) -> Any:
         comm = Communicator(transport, engine=engine)
