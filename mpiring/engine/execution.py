@@ -9,8 +9,8 @@ round before: the only rule of order there is, for MPI and for GPU streams alike
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mpiring.device.base import Device, Reduction
@@ -23,7 +23,7 @@ from mpiring.transport.base import Transport
 class Binding:
     """What a schedule leaves open."""
 
-    buffers: Mapping[Buffer, Any]  #: one-dimensional arrays
+    buffers: dict[Buffer, Any]  #: one-dimensional arrays
     device: Device
     transport: Transport
     slot: int
@@ -133,7 +133,7 @@ class Execution:
     def _let_go(self) -> None:
         """Whoever still holds this asks only how it ended."""
         self._tasks, self._rounds, self._pending = [], [], []
-        self.binding = replace(self.binding, buffers={})
+        self.binding.buffers.clear()
 
     def cancel(self) -> None:
         """Take back the receives that are open, so that nothing is written any more."""

@@ -88,7 +88,6 @@ def test_what_runs_once_lets_go_of_its_memory_when_it_is_over() -> None:
         scratch = weakref.ref(buffers[Buffer.SCRATCH])
         binding = Binding(buffers, HostDevice(), transport, slot=1, reduction=SUM)
         execution = Execution(own, binding, once=True)
-        del buffers, binding
         engine.start(execution)
         before = scratch() is not None
         engine.wait(lambda: execution.finished)
