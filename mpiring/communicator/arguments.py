@@ -56,10 +56,12 @@ class Operand:
 
 
 def is_in_place(spec: Any) -> bool:
-    """Whether ``spec`` is MPI.IN_PLACE (or the string "in place")."""
+    """Whether ``spec`` is MPI.IN_PLACE, as mpi4py says it None, or the string "in place"."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return (mpi is not None and spec is mpi.IN_PLACE) or (
-        isinstance(spec, str) and spec == "in place"
+    return (
+        spec is None
+        or (mpi is not None and spec is mpi.IN_PLACE)
+        or (isinstance(spec, str) and spec == "in place")
     )
 
 

@@ -75,26 +75,36 @@ class Memory:
         #: MPI objects that are always the same; others may be gone when their id comes again.
         self._constants = {id(each): each for each in (getattr(mpi, n) for n in names if mpi)}
 
-    def key(self, label: str, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What the call is kept under; None if it is none that can come again as it is."""
+    def key(
+        self, label: str, buffers: tuple[Any, ...], parameters: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
+        """What the call is kept under; None if it is none that can come again as it is.
+
+        Buffers are told apart by their addresses, parameters by their values.
+        """
         parts: list[Any] = [label]
-        for argument in arguments:
-            kind = type(argument)
+        for buffer in buffers:
+            kind = type(buffer)
             if kind is np.ndarray:
-                flags = argument.flags
-                if not (flags.c_contiguous and argument.dtype.names is None):
+                flags = buffer.flags
+                if not (flags.c_contiguous and buffer.dtype.names is None):
                     return None
-                address = argument.__array_interface__["data"][0]
-                parts += (address, argument.size, argument.dtype, flags.writeable)
+                address = buffer.__array_interface__["data"][0]
+                parts += (address, buffer.size, buffer.dtype, flags.writeable)
             elif kind is self._device_array():
-                if not argument.flags.c_contiguous:
+                if not buffer.flags.c_contiguous:
                     return None
-                address = argument.__cuda_array_interface__["data"][0]
-                parts += (address, argument.size, argument.dtype, "device")
-            elif kind in (str, int, Reduction) or _is_counts(argument):
-                parts.append(argument)
-            elif id(argument) in self._constants:
-                parts.append(id(argument))
+                address = buffer.__cuda_array_interface__["data"][0]
+                parts += (address, buffer.size, buffer.dtype, "device")
+            elif kind is str or id(buffer) in self._constants:
+                parts.append(buffer if kind is str else id(buffer))
+            else:
+                return None
+        for parameter in parameters:
+            if type(parameter) in (str, int, Reduction) or _is_counts(parameter):
+                parts.append(parameter)
+            elif id(parameter) in self._constants:
+                parts.append(id(parameter))
             else:
                 return None
         return tuple(parts)

@@ -207,7 +207,7 @@ class Communicator:
         the contribution). ``recvbuf``: as many elements of the same dtype.
         """
         self._block(
-            lambda: self._allreduce(sendbuf, recvbuf, op), "Allreduce", sendbuf, recvbuf, op
+            lambda: self._allreduce(sendbuf, recvbuf, op), "Allreduce", (sendbuf, recvbuf), op
         )
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> Request:
@@ -231,7 +231,8 @@ class Communicator:
         self._block(
             lambda: self._reduce_scatter_block(sendbuf, recvbuf, op),
             "Reduce_scatter_block",
-            *(sendbuf, recvbuf, op),
+            (sendbuf, recvbuf),
+            op,
         )
 
     def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> Request:
@@ -263,7 +264,8 @@ class Communicator:
         self._block(
             lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op),
             "Reduce_scatter",
-            *(sendbuf, recvbuf, op, tuple(counts) if isinstance(counts, list) else counts),
+            (sendbuf, recvbuf),
+            *(op, counts),
         )
 
     def Ireduce_scatter(
@@ -299,7 +301,7 @@ class Communicator:
         ``recvbuf`` has n times the elements of ``sendbuf``; in place, each rank's
         block is there already.
         """
-        self._block(lambda: self._allgather(sendbuf, recvbuf), "Allgather", sendbuf, recvbuf)
+        self._block(lambda: self._allgather(sendbuf, recvbuf), "Allgather", (sendbuf, recvbuf))
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As Allgather, returning a request."""
@@ -315,7 +317,7 @@ class Communicator:
         ``recvbuf``: ``[array, counts]``, ``[array, (counts, displs)]``, with or
         without a datatype; without counts, n blocks that differ by at most one.
         """
-        self._block(lambda: self._allgatherv(sendbuf, recvbuf), "Allgatherv", sendbuf, recvbuf)
+        self._block(lambda: self._allgatherv(sendbuf, recvbuf), "Allgatherv", (sendbuf, recvbuf))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As Allgatherv, returning a request."""
@@ -327,7 +329,7 @@ class Communicator:
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """The array of ``root``, everywhere."""
-        self._block(lambda: self._bcast(buf, root), "Bcast", buf, root)
+        self._block(lambda: self._bcast(buf, root), "Bcast", (buf,), root)
 
     def Ibcast(self, buf: Any, root: int = 0) -> Request:
         """As Bcast, returning a request."""
@@ -360,11 +362,17 @@ class Communicator:
     def private_transport(self) -> Transport:
         """Point-to-point messages between the same ranks that meet no others. Collective.
 
-        It is freed with the communicator, and must be idle then.
+        It is freed when it is given back, or with the communicator, and must be idle then.
         """
         self._number()
         self._lent.append(self._transport.duplicate())
         return self._lent[-1]
+
+    def give_back(self, transport: Transport) -> None:
+        """Free what ``private_transport`` returned. Collective."""
+        if transport in self._lent:
+            self._lent.remove(transport)
+            transport.free()
 
     @property
     def comm(self) -> Any:
@@ -525,7 +533,10 @@ class Communicator:
     ) -> Sequence[int]:
         """``recvcounts``, or how many elements each rank's ``recvbuf`` has: a call of its own."""
         if recvcounts is not None:
-            return recvcounts
+            # The caller may change its own; what cannot be counts is told later, to all.
+            if isinstance(recvcounts, np.ndarray):
+                recvcounts = recvcounts.tolist()
+            return tuple(recvcounts) if isinstance(recvcounts, list) else recvcounts
         counts = np.empty(self.size, np.int64)
 
         def understand() -> Call:
@@ -535,7 +546,7 @@ class Communicator:
             return self._allgather(np.array([own]), counts)
 
         self._run(understand, "counts of Reduce_scatter").Wait()
-        return counts.tolist()
+        return tuple(counts.tolist())
 
     def _reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int], op: Any
@@ -605,7 +616,8 @@ class Communicator:
             raise ArgumentError(f"root: {root} given; allowed are ranks 0 to {self.size - 1}")
         plan = self._plan("bcast", split(0, data.count, self.size), data, None)._replace(root=root)
         record = f"bcast of {data.count} x {data.dtype} from rank {root}"
-        return self._packed(plan, data, None, None, record)
+        call = self._packed(plan, data, None, None, record)
+        return replace(call, after=()) if self.rank == root else replace(call, before=())
 
     def _reducible(
         self, sendbuf: Any, recvbuf: Any, op: Any, blocks: int = 1
@@ -704,6 +716,7 @@ class Communicator:
     def _bind(self, understand: Callable[[], Call], label: str) -> Request:
         """Make a persistent collective: compared over the ranks now, never when it starts."""
         number = self._number()
+        self._prune()
         call, gates = self._agreed(number, lambda: of_kind("persistent", understand()))
         if gates:
             self._meet(number, f"{label} ({call.record})")
@@ -720,9 +733,23 @@ class Communicator:
             starts[slot] += 1
             return self._entry(call) if on_device else ()
 
-        return Request(self._engine, execution, begin, persistent=True)
+        return Request(
+            self._engine, execution, begin, persistent=True, on_free=lambda: self._landed(slot)
+        )
 
-    def _block(self, understand: Callable[[], Call], label: str, *arguments: Any) -> None:
+    def _landed(self, slot: int) -> None:
+        """Forget what has ended in a slot, and with it the caller's arrays."""
+        flight = self._flying.get(slot)
+        if flight is not None and flight.execution.finished:
+            del self._flying[slot]
+
+    def _block(
+        self,
+        understand: Callable[[], Call],
+        label: str,
+        buffers: tuple[Any, ...],
+        *parameters: Any,
+    ) -> None:
         """Run a collective to its end.
 
         Programs call with the same arrays again and again, so what was bound for
@@ -731,7 +758,7 @@ class Communicator:
         rank they follow each other, so their messages match in order.
         """
         number = self._number()
-        key = self._memory.key(label, arguments)
+        key = self._memory.key(label, buffers, parameters)
         bound = self._memory.get(key) if self._check != "1" else None
         # All ranks have forgotten the signature where they met an error with it.
         if bound is not None and self._seen.get(bound[0]) == bound[1].binding.slot:
@@ -761,14 +788,14 @@ class Communicator:
         except BaseException:
             # Left in the middle (Ctrl-C, StallError): it is still under way.
             self._memory.drop(key)
-            self._engine.keep(arguments)
+            self._engine.keep(buffers)
             raise
         del self._flying[slot]
         if number % _CROWD == 0:
             self._prune()
         if execution.error is not None:
             self._memory.drop(key)
-            self._engine.keep(arguments)
+            self._engine.keep(buffers)
             raise self._explained(number, execution.error)
 
     def _own_slot(self, number: int) -> int:

@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Protocol
 
 from mpiring.engine.execution import Execution
-from mpiring.errors import StallError
 from mpiring.task import Completion
 from mpiring.trace import Instrument
 
@@ -181,17 +180,20 @@ class ProgressEngine:
         while self._thread is not None:
             # Polling is a short piece of Python: without a pause between two, the
             # thread would take the interpreter lock from the caller's computing.
-            moved = False
-            if self._active or self._actors:
-                with suppress(StallError):  # for whoever waits, in a thread of the caller's
+            moved, busy = False, bool(self._active or self._actors)
+            if busy:
+                with suppress(Exception):  # for whoever waits, in a thread of the caller's
                     moved = self.poll()
-            time.sleep(0 if moved else 50e-6)
+            time.sleep(0 if moved else 50e-6 if busy else 1e-3)
 
     def _advance(self, execution: Execution) -> bool:
         try:
             moved = execution.advance()
-        except Exception as error:
+        except BaseException as error:
+            # Left in the middle of a round, it could only go on with a wrong one.
             self.fail(execution, error)
+            if not isinstance(error, Exception):
+                raise
             return True
         if execution.finished:
             self._active.pop(execution, None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpiring.engine.execution import Execution
-from mpiring.engine.progress import ProgressEngine
+from mpiring.engine.progress import ProgressEngine, default_engine
 from mpiring.errors import ArgumentError
 from mpiring.task import Completion
 
@@ -27,12 +28,16 @@ class Request:
         *,
         persistent: bool = False,
         on_end: Callable[[BaseException | None], BaseException | None] | None = None,
+        on_free: Callable[[], None] | None = None,
     ) -> None:
-        """``on_end`` is told the error met on the way, or None, and returns the one to raise."""
+        """``on_end`` is told the error met on the way, or None, and returns the one to raise.
+
+        ``on_free`` is called when a persistent one is let go of.
+        """
         self._engine = engine
         self._execution: Execution | None = execution
         self._gates = gates
-        self._on_end = on_end
+        self._on_end, self._on_free = on_end, on_free
         self.persistent = persistent
         self._begun = not persistent  #: and not yet waited for
 
@@ -41,8 +46,9 @@ class Request:
         execution = self._execution
         if execution is None or not self.persistent:
             raise ArgumentError("Start: not a persistent request, or already freed or failed")
-        if not execution.finished:
-            raise ArgumentError(f"Start: {execution.label} is still under way; Wait for it first")
+        if not execution.finished or execution.error is not None:
+            plight = "has failed" if execution.finished else "is still under way"
+            raise ArgumentError(f"Start: {execution.label} {plight}; Wait for it first")
         self._engine.start(execution, self._gates())
         self._begun = True
         return self
@@ -79,7 +85,11 @@ class Request:
     def Free(self) -> None:
         """Let go of it. A collective under way is finished all the same."""
         if self._execution is not None:
-            self._end(self._execution, forget=True)
+            try:
+                self._end(self._execution, forget=True)
+            finally:
+                if self._on_free is not None:
+                    self._on_free()
 
     def __bool__(self) -> bool:
         return self._execution is not None
@@ -91,11 +101,17 @@ class Request:
 
     @classmethod
     def Waitall(cls, requests: Iterable[Request], statuses: Any = None) -> bool:
-        """Wait for all; of several errors the first in order is raised."""
+        """Wait for all; of several errors the first in order is raised.
+
+        mpi4py's own requests may be among them.
+        """
         errors = []
         for request in requests:
             try:
-                request.Wait()
+                if isinstance(request, Request):
+                    request.Wait()
+                else:  # not by its Wait, in which nothing of ours would move
+                    default_engine().wait(request.Test)
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -104,10 +120,17 @@ class Request:
 
     @classmethod
     def Waitany(cls, requests: Sequence[Request], status: Any = None) -> int:
-        """Wait for one of those that are under way, end it, and return its index."""
+        """Wait for one of those that are under way, end it, and return its index.
+
+        Where none is: MPI.UNDEFINED, as MPI says it.
+        """
+        for i, each in enumerate(requests):
+            if not isinstance(each, Request):
+                raise ArgumentError(f"requests: number {i} is no request of mpiring, but {each!r}")
         open_ones = [i for i, r in enumerate(requests) if r._begun]
         if not open_ones:
-            raise ArgumentError("requests: none of them is under way")
+            mpi = sys.modules.get("mpi4py.MPI")
+            return -1 if mpi is None else mpi.UNDEFINED
         engine = requests[open_ones[0]]._engine
         engine.wait(lambda: any(requests[i]._over() for i in open_ones))
         index = next(i for i in open_ones if requests[i]._over())

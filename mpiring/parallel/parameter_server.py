@@ -159,7 +159,7 @@ class ParameterServer:
         for array in self._flat:
             self._comm.Bcast(array)
 
-        transport = self._comm.private_transport()
+        transport = self._transport = self._comm.private_transport()
         if answer_slot(len(self.keys)) > transport.slots:
             raise ArgumentError(
                 f"largest: {largest} given, which makes {len(self.keys)} messages; MPI tells only "
@@ -388,6 +388,7 @@ class ParameterServer:
         if self._record and self.rank == 0:
             logs = [parse_logs(told[server]["log"])[0] for server in self._roles.servers]
             _write(Path(self._record), format_logs(logs))
+        self._comm.give_back(self._transport)
         if self._owns:
             self._comm.Free()
 

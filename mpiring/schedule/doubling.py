@@ -7,8 +7,9 @@ choice for short arrays (Thakur, Rabenseifner and Gropp, "Optimization of
 collective communication operations in MPICH", 2005).
 
 Ranks beyond the largest power of two hand their part to a partner first and
-receive the result at the end. Both partners of an exchange compute a (op) b or
-b (op) a: the same bits, for a commutative operation.
+receive the result at the end. Both partners of an exchange put the lower rank's
+part first: the same bits, also where the order of operands shows in them (the
+larger of 0.0 and -0.0, the sign of a NaN).
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def all_reduce(
     for k in range(core.bit_length() - 1):
         peer = rank ^ (1 << k)
         yield (Send(peer, data), Recv(peer, scratch))
-        yield (Reduce(scratch, data),)
+        if peer < rank:
+            yield (Reduce(scratch, data),)
+        else:
+            yield (Reduce(data, scratch),)
+            yield (Copy(scratch, data),)
     if scaled:
         yield (Scale(data),)
     if rank < extra:
