@@ -57,7 +57,7 @@ def test_what_a_probe_saw_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     results = {"staged": RIGHT, "direct": CRASHED, "peer": RIGHT}
     with pytest.raises(
         DeviceError,
-        match="'direct' given, but it does not work here. A probe found: crashed memory fault at "
+        match=r"'direct' given, but it does not work here. A probe found: crashed memory fault at "
         "4 B; allowed are auto, staged, peer",
     ):
         choose(everyone(monkeypatch, "direct", results))

@@ -1,4 +1,4 @@
-"""Mistakes that were made once: what a call is kept under, what a break leaves, what stays alive."""
+"""Mistakes that were made once: keys of kept calls, breaks in a round, what stays alive."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from mpiring.engine.progress import ProgressEngine
 from mpiring.errors import HazardError, StallError
 from mpiring.schedule.catalog import Plan, schedule
 from mpiring.schedule.chunks import split
+from mpiring.schedule.fusing import fused
 from mpiring.schedule.ops import Buffer, Schedule
 from mpiring.schedule.staging import THROUGH_HOST, Detour, staged
 from mpiring.simulation.streams import (
@@ -425,7 +426,9 @@ def all_reduce(size: int, seed: int, case: Case, **drop: tuple[int, int]) -> lis
 @functools.cache
 def planned(case: Case, rank: int) -> Schedule:
     own = schedule(case.plan, rank)
-    return staged(own, case.segment, DETOURS[case.path]) if case.segment else own
+    if case.segment:
+        own = staged(own, case.segment, DETOURS[case.path])
+    return fused(own) if case.path.startswith("peer") else own
 
 
 #: (algorithm, elements of the ring's segments, path, elements it cuts to), cheap ones first.
