@@ -14,7 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpiring.device.base import Device, Reduction
-from mpiring.schedule.ops import Buffer, Copy, Op, Recv, Reduce, Round, Scale, Schedule, Send, Span
+from mpiring.schedule.ops import (
+    Buffer,
+    Copy,
+    Op,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Round,
+    Scale,
+    Schedule,
+    Send,
+    Span,
+)
 from mpiring.task import Completion, Task
 from mpiring.transport.base import Transport
 
@@ -50,16 +62,31 @@ class Binding:
                 return [
                     self.transport.recv(self.view(dst), peer, self.slot, persistent=self.persistent)
                 ]
+            case RecvReduce(peer, dst, scaled):
+                # Only for transports that let the receiver work on what the sender has.
+                view = self.view(dst)
+                return [
+                    self.transport.recv(  # type: ignore[call-arg]
+                        view,
+                        peer,
+                        self.slot,
+                        persistent=self.persistent,
+                        combine=lambda source: self._reduced(source, view, scaled),
+                    )
+                ]
             case Reduce(src, dst, scaled):
-                assert self.reduction is not None
-                tasks = [self.device.reduce(self.view(src), self.view(dst), self.reduction)]
-                if scaled:
-                    tasks.append(self.device.scale(self.view(dst), self.factor))
-                return tasks
+                return self._reduced(self.view(src), self.view(dst), scaled)
             case Copy(src, dst):
                 return [self.device.copy(self.view(src), self.view(dst))]
             case Scale(dst):
                 return [self.device.scale(self.view(dst), self.factor)]
+
+    def _reduced(self, src: Any, dst: Any, scaled: bool) -> list[Task]:
+        assert self.reduction is not None
+        tasks = [self.device.reduce(src, dst, self.reduction)]
+        if scaled:
+            tasks.append(self.device.scale(dst, self.factor))
+        return tasks
 
 
 Call = Callable[[], Any]
@@ -153,7 +180,7 @@ class Execution:
 
 
 def _ordered(ops: Round) -> list[Op]:
-    rank = {Recv: 0, Send: 1}
+    rank = {Recv: 0, RecvReduce: 0, Send: 1}
     return sorted(ops, key=lambda op: rank.get(type(op), 2))
 
 

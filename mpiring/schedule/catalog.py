@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mpiring.errors import ArgumentError
 from mpiring.schedule import doubling, ring
 from mpiring.schedule.chunks import Range
+from mpiring.schedule.fusing import fused
 from mpiring.schedule.ops import Buffer, Round, Scale, Schedule, Span
 from mpiring.schedule.staging import Detour, staged
 
@@ -77,10 +78,12 @@ def schedule(plan: Plan, rank: int) -> Schedule:
 
 
 @lru_cache(maxsize=512)
-def diverted(plan: Plan, rank: int, detour: Detour) -> Schedule:
-    """The same with messages in segments, and through slots where ``detour`` says so."""
+def diverted(plan: Plan, rank: int, detour: Detour, *, fuse: bool = False) -> Schedule:
+    """The same with messages in segments, and through slots where ``detour`` says so; with
+    ``fuse`` what is received is reduced at once."""
     own = schedule(plan, rank)
-    return staged(own, plan.segment or max(1, own.count), detour)
+    cut = staged(own, plan.segment or max(1, own.count), detour)
+    return fused(cut) if fuse else cut
 
 
 def _rounds(plan: Plan, rank: int, size: int, count: int) -> Iterator[Round]:

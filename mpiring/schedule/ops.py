@@ -68,6 +68,15 @@ class Recv:
 
 
 @dataclass(frozen=True, slots=True)
+class RecvReduce:
+    """``dst = what peer sends (op) dst``: a Recv and the Reduce of what it brought, as one."""
+
+    peer: int
+    dst: Span
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """``dst = src (op) dst``, element by element: MPI's order of operands.
 
@@ -94,7 +103,7 @@ class Scale:
     dst: Span
 
 
-Op = Send | Recv | Reduce | Copy | Scale
+Op = Send | Recv | RecvReduce | Reduce | Copy | Scale
 Round = tuple[Op, ...]
 
 
@@ -105,7 +114,7 @@ def reads(op: Op) -> tuple[Span, ...]:
             return (src,)
         case Reduce(src, dst):
             return (src, dst)
-        case Scale(dst):
+        case Scale(dst) | RecvReduce(_, dst):
             return (dst,)
     return ()
 
@@ -113,7 +122,7 @@ def reads(op: Op) -> tuple[Span, ...]:
 def writes(op: Op) -> tuple[Span, ...]:
     """The spans that an op writes."""
     match op:
-        case Recv(_, dst) | Reduce(_, dst) | Copy(_, dst) | Scale(dst):
+        case Recv(_, dst) | RecvReduce(_, dst) | Reduce(_, dst) | Copy(_, dst) | Scale(dst):
             return (dst,)
     return ()
 

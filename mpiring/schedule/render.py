@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpiring.schedule.ops import Copy, Op, Recv, Reduce, Scale, Schedule, Send
+from mpiring.schedule.ops import Copy, Op, Recv, RecvReduce, Reduce, Scale, Schedule, Send
 
 
 def table(schedules: Sequence[Schedule]) -> str:
     """The rank x round table of all ranks' schedules.
 
-    ``>1 data[0:3]`` sends to rank 1, ``<1`` receives from it, ``+`` reduces into,
+    ``>1 data[0:3]`` sends to rank 1, ``<1`` receives from it, ``+`` reduces into (``<1 +`` what
+    it receives),
     ``=`` copies into, ``*`` scales; an arrow points to where elements go.
     """
     rounds = max((len(s.rounds) for s in schedules), default=0)
@@ -39,6 +40,8 @@ def _tell(op: Op) -> str:
             return f">{peer} {src}"
         case Recv(peer, dst):
             return f"<{peer} {dst}"
+        case RecvReduce(peer, dst, scaled):
+            return f"<{peer} + {dst}{' *' if scaled else ''}"
         case Reduce(src, dst, scaled):
             return f"+  {src} -> {dst}{' *' if scaled else ''}"
         case Copy(src, dst):

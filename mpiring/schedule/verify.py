@@ -35,6 +35,7 @@ from mpiring.schedule.ops import (
     Copy,
     Op,
     Recv,
+    RecvReduce,
     Reduce,
     Round,
     Scale,
@@ -223,7 +224,7 @@ def _check_op(schedule: Schedule, number: int, op: Op) -> None:
             raise ScheduleError(f"{where}: source and target differ in length")
         if op.src.overlaps(op.dst):
             raise ScheduleError(f"{where}: source and target overlap")
-    if isinstance(op, Send | Recv) and (
+    if isinstance(op, Send | Recv | RecvReduce) and (
         op.peer == schedule.rank or not 0 <= op.peer < schedule.size
     ):
         raise ScheduleError(f"{where}: no such peer")
@@ -239,7 +240,7 @@ def _clash(writer: Op, other: Op) -> Span | None:
 
 def _walk(schedules: Sequence[Schedule], memories: Sequence[Memory]) -> None:
     """Run all ranks until none moves; messages move only when both sides are posted."""
-    channels: dict[tuple[int, int], tuple[deque[Span], deque[Span]]] = defaultdict(
+    channels: dict[tuple[int, int], tuple[deque[Span], deque[Recv | RecvReduce]]] = defaultdict(
         lambda: (deque(), deque())
     )
     at = [0] * len(schedules)
@@ -256,8 +257,8 @@ def _walk(schedules: Sequence[Schedule], memories: Sequence[Memory]) -> None:
                     channels[rank, peer][0].append(src)
                     open_messages[rank] += 1
                     touched.append((rank, peer))
-                case Recv(peer, dst):
-                    channels[peer, rank][1].append(dst)
+                case Recv(peer) | RecvReduce(peer):
+                    channels[peer, rank][1].append(op)
                     open_messages[rank] += 1
                     touched.append((peer, rank))
                 case Copy(src, dst):
@@ -278,12 +279,12 @@ def _walk(schedules: Sequence[Schedule], memories: Sequence[Memory]) -> None:
         for sender, receiver in post(rank, rounds[at[rank] - 1]):
             sends, receives = channels[sender, receiver]
             while sends and receives:
-                src, dst = sends.popleft(), receives.popleft()
-                if src.count != dst.count:
+                src, recv = sends.popleft(), receives.popleft()
+                if src.count != recv.dst.count:
                     raise ScheduleError(
-                        f"rank {sender} sends {src} where rank {receiver} receives {dst}"
+                        f"rank {sender} sends {src} where rank {receiver} receives {recv.dst}"
                     )
-                memories[receiver].write(dst, memories[sender].read(src))
+                _receive(memories[receiver], recv, memories[sender].read(src))
                 for end in (sender, receiver):
                     open_messages[end] -= 1
                     ready.append(end)
@@ -291,15 +292,24 @@ def _walk(schedules: Sequence[Schedule], memories: Sequence[Memory]) -> None:
 
     stuck = [r for r, schedule in enumerate(schedules) if at[r] < len(schedule.rounds)]
     unmatched = [
-        f"{len(side)} {what} {s}->{d}"
+        f"{len(sides[which])} {what} {s}->{d}"
         for (s, d), sides in channels.items()
-        for side, what in zip(sides, ("sends", "receives"))
-        if side
+        for which, what in enumerate(("sends", "receives"))
+        if sides[which]
     ]
     if stuck or unmatched:
         raise ScheduleError(
             f"deadlock: ranks {stuck} never finish; without a partner: {', '.join(unmatched)}"
         )
+
+
+def _receive(memory: Memory, recv: Recv | RecvReduce, came: list[Run]) -> None:
+    if isinstance(recv, RecvReduce):
+        # It may have waited for the sender; nothing else of its round has touched the span.
+        came = _reduced(came, memory.read(recv.dst), recv)
+        if recv.scaled:
+            came = _scaled(came, recv)
+    memory.write(recv.dst, came)
 
 
 def _reduced(left: list[Run], right: list[Run], op: Op) -> list[Run]:

@@ -486,8 +486,8 @@ class StreamTransport:
         task = self._transport.send(view, peer, slot, persistent=persistent)
         return WatchedMessage(task, self._driver, f"a send to rank {peer}", view, writes=False)
 
-    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> WatchedMessage:
-        task = self._transport.recv(view, peer, slot, persistent=persistent)
+    def recv(self, view: Any, peer: int, slot: int, **options: Any) -> WatchedMessage:
+        task = self._transport.recv(view, peer, slot, **options)
         return WatchedMessage(task, self._driver, f"a receive from rank {peer}", view, writes=True)
 
     def duplicate(self) -> StreamTransport:

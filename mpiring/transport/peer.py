@@ -2,9 +2,10 @@
 
 The receiver does the work. A send tells where its data lies: in memory that the library
 allocated, which another process may open by a handle. A receive opens it (the mapping is
-kept), copies out of it on this rank's own GPU, and answers when it has seen the end of the
-copy; then the send is over. MPI carries only what is told, less than a hundred bytes, and
-the answer, one byte. So it need not know of GPUs, and ranks may share one.
+kept), copies out of it on this rank's own GPU, or adds what is there to what it has, and
+answers when it has seen the end of that; then the send is over. MPI carries only what is
+told, less than a hundred bytes, and the answer, one byte. So it need not know of GPUs, and
+ranks may share one.
 
 Why the receiver: nobody ever writes into another rank's memory, so whoever allocated it
 decides alone when it is written; and nothing is copied on the way.
@@ -15,7 +16,7 @@ Invariants:
   it (``schedule.staging`` puts slots of such memory before other sends);
 * what was read once stays mapped, so exported memory is never freed;
 * answers to messages between the same ranks in the same slot are sent in the order in which
-  the receives were started, whichever copy ends first: as MPI, the sender tells them apart by
+  the receives were started, whichever ends first: as MPI, the sender tells them apart by
   their order alone.
 """
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,12 +69,27 @@ class PeerTransport:
             self._answers.recv(np.empty(1, np.uint8), peer, slot, persistent=persistent),
         )
 
-    def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Receive:
+    def recv(
+        self,
+        view: Any,
+        peer: int,
+        slot: int,
+        *,
+        persistent: bool = False,
+        combine: Callable[[Any], Sequence[Task]] | None = None,
+    ) -> Receive:
+        """``combine(source)`` makes the tasks that bring what the sender has into ``view``, to be
+        started one after the other; without it that is a copy."""
         note = np.empty(_NOTE.size, np.uint8)
+
+        def copy(source: Any) -> Sequence[Task]:
+            return [self._device.copy(source, view)]
+
         return _Recv(
             view,
             note,
             self._device,
+            combine or copy,
             self._notes.recv(note, peer, slot, persistent=persistent),
             self._answers.send(np.empty(1, np.uint8), peer, slot, persistent=persistent),
             self._open[peer, slot],
@@ -128,15 +144,16 @@ class _Recv(_Steps):
         view: Any,
         octets: np.ndarray,
         device: PeerMemory,
+        bring: Callable[[Any], Sequence[Task]],
         note: Receive,
         answer: Task,
         queue: deque[_Recv],
     ) -> None:
-        self._view, self._octets, self._device = view, octets, device
+        self._view, self._octets, self._device, self._bring = view, octets, device, bring
         self._note, self._answer, self._queue = note, answer, queue
         self._untold = False
         self._told = b""
-        self._copy: Task | None = None
+        self._tasks: Sequence[Task] = ()
 
     def start(self) -> None:
         self._octets.fill(0)
@@ -149,10 +166,12 @@ class _Recv(_Steps):
         while not self._note.done():
             yield
         self._untold = False
-        copy = self._copying()
-        copy.start()
-        while not copy.done():
-            yield
+        tasks = self._bringing()
+        for task in tasks:
+            task.start()
+        for task in tasks:
+            while not task.done():
+                yield
         while self._queue[0] is not self:
             yield
         self._answer.start()
@@ -160,16 +179,16 @@ class _Recv(_Steps):
         while not self._answer.done():
             yield
 
-    def _copying(self) -> Task:
-        """The copy that the note asks for; from the same place as before it is the same task."""
+    def _bringing(self) -> Sequence[Task]:
+        """What the note asks for; from the same place as before these are the same tasks."""
         told = self._octets.tobytes()
-        if told != self._told or self._copy is None:
+        if told != self._told:
             handle, start, nbytes = _NOTE.unpack(told)
             if nbytes != self._view.nbytes:
                 raise TransportError(f"{self._view.nbytes} bytes were agreed, but: {nbytes} came")
             source = self._device.mapped(handle, start, self._view.size, self._view.dtype)
-            self._copy, self._told = self._device.copy(source, self._view), told
-        return self._copy
+            self._tasks, self._told = self._bring(source), told
+        return self._tasks
 
     def cancel(self) -> None:
         """Take back the latest start, which nothing will match any more."""

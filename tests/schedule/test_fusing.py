@@ -26,7 +26,7 @@ def ops(each: Schedule, kind: type) -> list[Op]:
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "reduce_scatter", "allgather", "doubling"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_collective(collective: str, size: int) -> None:
     """Any mixture of ranks that fuse and ranks that do not."""
     name = "allreduce" if collective == "doubling" else collective
