@@ -61,9 +61,7 @@ def summed(
     comm = Communicator(transport, engine=engine)
     flat, gradients = views([7, 1, 300, 2, 64])
     parameters = [SimpleNamespace(gradient=gradient) for gradient in gradients]
-    reducer = Reducer(
-        comm, parameters, bucket_bytes=256, first_bucket_bytes=16, overlap=overlap
-    )
+    reducer = Reducer(comm, parameters, bucket_bytes=256, first_bucket_bytes=16, overlap=overlap)
     for step in range(2):
         flat[:] = np.arange(flat.size) * (transport.rank + 1) + step
         order = list(parameters)
@@ -83,9 +81,7 @@ def summed(
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_sum_over_ranks_whatever_the_order(size: int, overlap: bool, shuffle: bool) -> None:
     for seed in range(4):
-        results = World(size, seed).run(
-            lambda t, e: summed(t, e, overlap=overlap, shuffle=shuffle)
-        )
+        results = World(size, seed).run(lambda t, e: summed(t, e, overlap=overlap, shuffle=shuffle))
         expected = np.arange(374) * size * (size + 1) / 2 + size
         for result in results:
             np.testing.assert_array_equal(result, expected)
