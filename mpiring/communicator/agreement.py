@@ -82,11 +82,11 @@ class Agreement:
 
     def forget(self, before: int) -> None:
         """Calls before this number have ended here; all but the last of them are forgotten."""
-        while self._oldest < before - _KEPT:
-            self._mine.pop(self._oldest, None)
-            self._theirs.pop(self._oldest, None)
-            self._told.pop(self._oldest, None)
-            self._oldest += 1
+        self._oldest = max(self._oldest, before - _KEPT)
+        while self._mine and (number := next(iter(self._mine))) < self._oldest:
+            del self._mine[number]
+            self._theirs.pop(number, None)
+            self._told.pop(number, None)
 
     def tell(self, number: int) -> None:
         """Send the record of call ``number`` to every rank that has not got it."""

@@ -45,7 +45,7 @@ from mpiring.communicator.arguments import (
     overlap,
     vector_operand,
 )
-from mpiring.communicator.call import Call, Memory, borrowing, of_kind
+from mpiring.communicator.call import Call, Memory, borrowing
 from mpiring.communicator.operations import SUM, Operation
 from mpiring.device.base import Device
 from mpiring.device.host import HostDevice
@@ -700,7 +700,7 @@ class Communicator:
     def _run(self, understand: Callable[[], Call], label: str) -> Request:
         """Begin a one-shot collective."""
         number = self._number()
-        call, gates = self._agreed(number, lambda: of_kind("non-blocking", understand()))
+        call, gates = self._agreed(number, understand, "non-blocking")
         slot = number % self._turns * self._traces + crc32(call.record.encode()) % self._traces
         self._make_room(slot)
         execution = self._execution(call, slot, label, persistent=False)
@@ -717,7 +717,7 @@ class Communicator:
         """Make a persistent collective: compared over the ranks now, never when it starts."""
         number = self._number()
         self._prune()
-        call, gates = self._agreed(number, lambda: of_kind("persistent", understand()))
+        call, gates = self._agreed(number, understand, "persistent")
         if gates:
             self._meet(number, f"{label} ({call.record})")
         slot = self._own_slot(number)
@@ -808,20 +808,24 @@ class Communicator:
         self._calls += 1
         return self._calls
 
-    def _ready(self, call: Call) -> Call:
-        """The call with its schedule and the memory that this needs."""
+    def _ready(self, call: Call, kind: str) -> Call:
+        """The call with its schedule and the memory that this needs.
+
+        As in MPI, ``kind`` of it (non-blocking, persistent) matches itself only.
+        """
         device = self._device(call.data)
         if call.input is not None and self._device(call.input) is not device:
             raise ArgumentError(
                 f"{call.input.name}: on {self._device(call.input).kind}, but {call.data.name} is "
                 f"on {device.kind}; both on one device are needed"
             )
-        record = call.record
+        record = f"{kind} {call.record}".lstrip()
         if call.data.on_device:
             record = f"{record}, on {device.kind}"
             self._tell_path()
             detour = paths.detour(self._path.path, device, call.buffers)
-            schedule = catalog.diverted(call.plan, self.rank, detour)
+            fuse = self._path.path == "peer"
+            schedule = catalog.diverted(call.plan, self.rank, detour, fuse=fuse)
         else:
             schedule = catalog.schedule(call.plan, self.rank)
         memory = {}
@@ -829,7 +833,9 @@ class Communicator:
             memory[Buffer.SCRATCH] = device.scratch(schedule.scratch, call.data.dtype)
         if schedule.staging:
             memory[Buffer.HOST] = device.staging(schedule.staging, call.data.dtype)
-        return replace(call, record=record, schedule=schedule, memory=memory, device=device)
+        return replace(
+            call, record=record, kind=kind, schedule=schedule, memory=memory, device=device
+        )
 
     def _tell_path(self) -> None:
         if not self._path_told and self.rank == 0:
@@ -890,9 +896,10 @@ class Communicator:
 
     def _make_room(self, slot: int) -> None:
         """A slot is used again only after its last collective has ended here."""
-        holder = self._flying.pop(slot, None)
+        holder = self._flying.get(slot)
         if holder is not None:
             self._engine.finish(holder.execution)
+            self._landed(slot)
         if len(self._flying) >= 2 * self._pruned + 64:
             self._prune()
         # Many under way: give them a chance to end first, but never wait for a rank that has not
@@ -926,10 +933,12 @@ class Communicator:
 
     # -- agreement over ranks -------------------------------------------------------------
 
-    def _agreed(self, number: int, understand: Callable[[], Call]) -> tuple[Call, list[Completion]]:
+    def _agreed(
+        self, number: int, understand: Callable[[], Call], kind: str = ""
+    ) -> tuple[Call, list[Completion]]:
         """Understand a call; what must be over before its data moves."""
         try:
-            call = self._ready(understand())
+            call = self._ready(understand(), kind)
         except Exception as error:
             self._complain(number, error)
             raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,6 +210,49 @@ def test_errors_again_and_again(ring: Communicator, count: int) -> None:
         )
         request = ring.Iallreduce(IN_PLACE, ones(count - last))
         assert isinstance(attempt(request.Wait), MismatchError)
+
+
+@pytest.mark.parametrize("count", [4, 300_000])
+def test_errors_with_arrays_whose_calls_are_kept(ring: Communicator, count: int) -> None:
+    """What was bound for an array before the error sends and receives elsewhere after it."""
+    last = ring.rank == ring.size - 1
+    data, other = np.empty(count), np.empty(count - 1)
+    for turn in range(4):
+        data[:] = other[:] = ring.rank + turn
+        ring.Allreduce(IN_PLACE, data)
+        ring.Allreduce(IN_PLACE, other)
+        for each in (data, other):
+            np.testing.assert_array_equal(each, sum(range(ring.size)) + turn * ring.size)
+            each.fill(1000)  # what an old message would bring
+        error = attempt(lambda: ring.Allreduce(IN_PLACE, other if last else data))
+        assert isinstance(error, MismatchError)
+
+
+def test_a_call_left_in_the_middle_keeps_its_array(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI may still write there."""
+    monkeypatch.setenv("MPIRING_TIMEOUT", "0.05")
+    ring = Communicator(comm)
+    ring._patience.limit = None
+    arrays = [ones(3000)]
+    ring.Allreduce(IN_PLACE, arrays[0])  # bound, and remembered by its address
+    if ring.rank != 1:
+        ring._patience.limit = 0.05
+        error = attempt(lambda: ring.Allreduce(IN_PLACE, arrays[0]))
+        assert isinstance(error, StallError)
+        error.__traceback__ = None
+        ring._patience.limit = None
+        alive = weakref.ref(arrays.pop())
+        gc.collect()
+        assert alive() is not None
+    comm.Barrier()
+    if ring.rank == 1:
+        ring.Allreduce(IN_PLACE, arrays[0])
+    while ring.engine.active:
+        ring.poll()
+    assert ((arrays[0] if ring.rank == 1 else alive()) == ring.size**2).all()
+    ring.Free()
 
 
 def test_persistent_and_not(ring: Communicator) -> None:
