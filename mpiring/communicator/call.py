@@ -51,11 +51,6 @@ class Call:
         return [*self.buffers.values(), *copied]
 
 
-def of_kind(kind: str, call: Call) -> Call:
-    """The same call, non-blocking or persistent: as in MPI these match their own kind only."""
-    return replace(call, record=f"{kind} {call.record}", kind=kind)
-
-
 def borrowing(call: Call) -> Call:
     """The same call on the same memory, without keeping the caller's arrays alive."""
     assert call.device is not None
@@ -91,13 +86,11 @@ class Memory:
                     return None
                 address = buffer.__array_interface__["data"][0]
                 parts += (address, buffer.size, buffer.dtype, flags.writeable)
-            elif kind is self._device_array():
-                if not buffer.flags.c_contiguous:
-                    return None
-                address = buffer.__cuda_array_interface__["data"][0]
-                parts += (address, buffer.size, buffer.dtype, "device")
             elif kind is str or id(buffer) in self._constants:
                 parts.append(buffer if kind is str else id(buffer))
+            elif kind is self._device_array() and buffer.flags.c_contiguous:
+                address = buffer.__cuda_array_interface__["data"][0]
+                parts += (address, buffer.size, buffer.dtype, "device")
             else:
                 return None
         for parameter in parameters:
