@@ -216,12 +216,11 @@ def test_errors_again_and_again(ring: Communicator, count: int) -> None:
 def test_errors_with_arrays_whose_calls_are_kept(ring: Communicator, count: int) -> None:
     """What was bound for an array before the error sends and receives elsewhere after it."""
     last = ring.rank == ring.size - 1
-    data, other = np.empty(count), np.empty(count - 1)
+    data, twin, other = np.empty(count), np.empty(count), np.empty(count - 1)
     for turn in range(4):
-        data[:] = other[:] = ring.rank + turn
-        ring.Allreduce(IN_PLACE, data)
-        ring.Allreduce(IN_PLACE, other)
-        for each in (data, other):
+        for each in (data, twin, other):
+            each.fill(ring.rank + turn)
+            ring.Allreduce(IN_PLACE, each)
             np.testing.assert_array_equal(each, sum(range(ring.size)) + turn * ring.size)
             each.fill(1000)  # what an old message would bring
         error = attempt(lambda: ring.Allreduce(IN_PLACE, other if last else data))
