@@ -174,6 +174,8 @@ def headline(trainer: Trainer, library: str) -> str:
         lines.append("rank {} takes {:g} times as long to compute".format(*options.slow_rank))
     if not strategy.in_step:
         lines.append("each worker's gradient is an update; losses on the way are those of rank 0")
+    if trainer.place.name != "NumPy":
+        lines.append(f"computed by {trainer.place.name}")
     if options.resume:
         done = trainer.replica.epochs
         lines.append(f"{done} epoch{'s' * (done > 1)} done: {options.resume}")
