@@ -40,7 +40,7 @@ class WorkerState:
         return not self.owed and not self._pushed and not self.left
 
     def push(self, key: int) -> tuple[int, Push]:
-        """The gradient of ``key`` is ready. Post the receive of its answer before sending it."""
+        """The gradient of ``key`` is ready. Its answer waits with the server until received."""
         if key not in self._server:
             raise ArgumentError(f"key is {key}; there are {sorted(self._server)}")
         # Before the first push of a step nothing may be owed; later only what it pushed itself.
