@@ -132,7 +132,8 @@ def _current(index: int) -> Iterator[None]:
 
 
 class _Own(cupy.cuda.Memory):
-    """An allocation by plain cudaMalloc; ``handle`` once it has been exported."""
+    """An allocation by plain cudaMalloc; ``handle`` once it has been exported. The device's pool
+    keeps it then: others may have mapped it."""
 
     handle: bytes | None = None
 
@@ -143,10 +144,6 @@ class _Lent(cupy.cuda.UnownedMemory):
     def __init__(self, own: _Own, address: int, nbytes: int, lease: Lease | None) -> None:
         self.own = own
         super().__init__(address, nbytes, lease, own.device_id)
-
-
-#: Allocations that other processes may have mapped: freeing one would pull it from under them.
-_exported: list[_Own] = []
 
 
 class _Foreign(cupy.cuda.UnownedMemory):
@@ -238,7 +235,6 @@ class CudaDriver:
         if own.handle is None:
             with _current(self.index):
                 own.handle = runtime.ipcGetMemHandle(own.ptr)
-            _exported.append(own)
         return own.handle, array.data.ptr - own.ptr
 
     def mapped(self, handle: bytes, start: int, count: int, dtype: Any) -> Array:

@@ -146,6 +146,31 @@ def test_what_is_handed_to_mpi_is_only_what_mpi_can_see() -> None:
     run(2, program, gpu_path="direct", algorithm="ring")
 
 
+def test_every_array_of_a_call_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be on a stream of its own. A mean of halves works on a copy of what is given."""
+
+    def program(comm: DeviceCommunicator) -> None:
+        recorded: list[int] = []
+        record = comm.device.record
+
+        def noted(array: np.ndarray) -> Any:
+            recorded.append(array.ctypes.data)
+            return record(array)
+
+        monkeypatch.setattr(comm.device, "record", noted)
+        for dtype, op in (("f4", "sum"), ("f2", MEAN)):
+            x, y = comm.device.empty(5, dtype), comm.device.empty(5, dtype)
+            x.fill(1)
+            y.fill(1)
+            comm.Allreduce(x, y, op)
+            assert {x.ctypes.data, y.ctypes.data} <= set(recorded)
+            comm.Iallreduce("in place", y, op).Wait()
+            assert recorded.count(y.ctypes.data) == 2
+            recorded.clear()
+
+    run(1, program)
+
+
 def test_memory_stays_flat_over_staged_calls_of_random_sizes() -> None:
     def program(comm: DeviceCommunicator) -> tuple[int, int]:
         driver, allocated = comm.device.driver, {"allocate": 0, "pinned": 0}
