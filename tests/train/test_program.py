@@ -50,7 +50,7 @@ def test_the_defaults_learn_the_digits(tmp_path: Path) -> None:
     done = launch(2, [*TRAIN, "--json", str(out)]).check()
     assert done.stderr == ""
     assert "digits: 1,442 samples, MLP 64-512-512-10 (301,066 parameters, float32)" in done.stdout
-    assert done.stdout.count("\nepoch ") == 10
+    assert done.stdout.count("\nepoch ") == 20
     results = json.loads(out.read_text())
     assert results["test_accuracy"] >= 0.97
     assert results["replicas_identical"] is True
