@@ -65,6 +65,11 @@ class Client:
         return self._inlet.empty and self._gated.empty
 
     @property
+    def sending(self) -> bool:
+        """Whether MPI still reads a gradient that was pushed."""
+        return any(each.under_way for _, parcels in self._bound.values() for each in parcels)
+
+    @property
     def missing(self) -> list[int]:
         """Parameters whose gradients have not been pushed in this step."""
         return [number for number in range(len(self._parameters)) if number not in self.pushed]
