@@ -47,12 +47,13 @@ class Mpi:
     def environ(self, more: Mapping[str, str]) -> dict[str, str]:
         own = {name: value.format(prefix=self.prefix) for name, value in self.environment.items()}
         library = self.prefix / "lib"
+        known = more.get("LD_LIBRARY_PATH", os.environ.get("LD_LIBRARY_PATH", ""))
         return {
             **os.environ,
             **more,
             **own,
             "MPI4PY_LIBMPI": str(library / self.library),
-            "LD_LIBRARY_PATH": f"{library}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+            "LD_LIBRARY_PATH": f"{library}:{known}",
             "PYTHONPATH": f"{self.prefix / 'site'}:{ROOT}",
             "PATH": f"{self.prefix / 'bin'}:{os.environ.get('PATH', '')}",
             # The doctor is to look anew, and to leave nothing behind.
@@ -265,7 +266,9 @@ class Check:
         self.look()
         ready = self.install()
         if not self.options.host:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu"]
+            # Whatever version of pytest is there, with or without the plugins of this project.
+            settings = ("-o", "addopts=--import-mode=importlib", "-o", "minversion=6")
+            command = [sys.executable, "-m", "pytest", "-q", *settings, "tests/gpu"]
             self.step("tests of the device, one process", command, 60)
         for mpi in ready:
             self.doctor(mpi)

@@ -89,6 +89,20 @@ def test_what_a_job_found_wrong_is_a_failure_even_if_it_ended_well(
     assert {"mpi": "Intel MPI", "done": "y"} in run.found
 
 
+def test_an_mpi_is_found_before_everything_else(
+    check: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usual")
+    (mpi, *_) = check.mpis("/x/libcuda.so.1", host=False)
+    mpi.prefix = tmp_path
+    environ = mpi.environ({"LD_LIBRARY_PATH": "/nccl:/usual"})
+    assert environ["LD_LIBRARY_PATH"] == f"{tmp_path}/lib:/nccl:/usual"
+    assert mpi.environ({})["LD_LIBRARY_PATH"] == f"{tmp_path}/lib:/usual"
+    assert environ["I_MPI_ROOT"] == str(tmp_path) and environ["I_MPI_OFFLOAD"] == "1"
+    assert environ["I_MPI_OFFLOAD_CUDA_LIBRARY"] == "/x/libcuda.so.1"
+    assert environ["PYTHONPATH"].split(":") == [f"{tmp_path}/site", str(ROOT)]
+
+
 def test_wheels_are_unpacked_as_pip_would(check: types.ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "mpich-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
