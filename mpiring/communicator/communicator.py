@@ -87,7 +87,15 @@ class Communicator:
     ``paths``); the default is ``MPIRING_GPU_PATH``, or "auto".
 
     ``MPIRING_CHECK=1`` compares the arguments of every call over the ranks, 0 of
-    none; the default compares each signature when it is first seen.
+    none; the default compares each signature when it is first seen, and later where
+    ranks stand still. ``MPIRING_STALL_SECONDS`` and ``MPIRING_TIMEOUT``: see ``Patience``.
+
+    What is wrong with a call is one error, in the same words on every rank, and the
+    communicator may be used afterwards. Not after an error that only some ranks met:
+    StallError or Ctrl-C in the middle of a blocking call (which stays under way, and
+    keeps its arrays), bytes that were not agreed under ``MPIRING_CHECK=0``, or a
+    disagreement of which a rank noticed nothing, such as the root of a Bcast that had
+    sent everything. An error that nobody catches ends all ranks (see ``ending``).
     """
 
     def __init__(
@@ -137,7 +145,6 @@ class Communicator:
         self._damaged = False  # an error may have left messages that nobody will take
         self._seen: OrderedDict[str, int] = OrderedDict()  # record -> slot of blocking calls
         self._memory = Memory()
-        self._patience = Patience()
         self._freed = False
         self._engine.watch(self._stalled)
 
@@ -151,6 +158,7 @@ class Communicator:
             raise ArgumentError(f"segment: {self._segment!r} given; allowed are bytes above 0")
         if self._check not in ("first", "0", "1"):
             raise ArgumentError(f"MPIRING_CHECK: {self._check!r} given; allowed are 0 and 1")
+        self._patience = Patience()
 
     def _open_mpi(self, comm: Any, progress: str, gpu_path: str | None) -> None:
         from mpi4py import MPI
