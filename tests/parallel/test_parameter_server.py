@@ -250,6 +250,27 @@ def test_a_straggler_holds_up_sync_and_not_async(seed: int) -> None:
     assert slow["async", None] <= 4
 
 
+def test_an_answer_that_nobody_takes_yet_holds_up_no_worker_of_its_server() -> None:
+    """Rank 1 computes on for long after its pushes; rank 0, server and worker, does not wait."""
+    taken = [0]
+
+    def program(
+        server: ParameterServer, parameters: dict[str, np.ndarray], pause: Callable[[], None]
+    ) -> None:
+        for _ in range(1 if server.rank else 5):
+            for name, values in parameters.items():
+                server.push(name, np.ones_like(values))
+            for _ in range(20_000 if server.rank else 0):
+                if taken[0] == 5:
+                    break
+                pause()
+            server.step()
+            taken[0] += server.rank == 0
+            assert server.rank == 0 or taken[0] == 5
+
+    run(2, program, mode="async", servers="colocated:1")
+
+
 # -- ends
 
 
