@@ -1,5 +1,7 @@
-"""The GPU check, as far as a machine without a GPU can try it: its steps, and its jobs on host
-arrays."""
+"""The GPU check, as far as a machine without a GPU can try it: its steps, and jobs on host arrays.
+
+Other jobs of it run in ``tests/device/test_whole_programs.py``.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,7 @@ def test_the_tables_hold_what_was_measured(
     assert told.count("12.50") == 4
 
 
-@pytest.mark.parametrize("job", ["collectives", "safety", "leave", "timing"])
+@pytest.mark.parametrize("job", ["leave", "timing"])
 def test_the_jobs_run_on_host_arrays(job: str, tmp_path: Path) -> None:
     out = tmp_path / "found.jsonl"
     script = str(ROOT / "scripts" / "gpu_job.py")

@@ -252,7 +252,7 @@ class CudaDriver:
         return np.frombuffer(memory, np.uint8, nbytes).view(dtype) if nbytes else np.empty(0, dtype)
 
     def on_host(self, array: Array) -> bool:
-        return isinstance(array, np.ndarray)
+        return not isinstance(array, cupy.ndarray)
 
     def stream(self, role: str, target: Array) -> Stream:
         return self._streams[role]
@@ -329,7 +329,7 @@ class CudaDriver:
         """
         stream = self.producer(values)
         launch = self._launch(
-            finite_source(values.dtype.name), "finite", values, np.uint64(values.size), fine
+            finite_source(values.dtype.name), "all_finite", values, np.uint64(values.size), fine
         )
         with _current(self.index):
             runtime.memsetAsync(fine.data.ptr, 1, fine.nbytes, stream.ptr)
@@ -437,4 +437,4 @@ def _array(memory: Any, count: int, dtype: Any) -> Array:
 
 
 def _address(array: Array) -> int:
-    return address_of(array) if isinstance(array, np.ndarray) else array.data.ptr
+    return array.data.ptr if isinstance(array, cupy.ndarray) else address_of(array)

@@ -143,7 +143,7 @@ extern "C" __global__ void apply(const T* source, T* target, Count n, double fac
 
 _FINITE = """
 // Clears *fine if any of n values is inf or nan.
-extern "C" __global__ void finite(const T* values, Count n, unsigned int* fine) {
+extern "C" __global__ void all_finite(const T* values, Count n, unsigned int* fine) {
     bool all = true;
     for (Count i = first(); i < n; i += stride()) {
         C x = load(values[i]);
@@ -244,8 +244,8 @@ def optimizer_source(name: str, dtype: str) -> str:
 
 
 def finite_source(dtype: str) -> str:
-    """The text of ``finite(values, n, fine)``: ``*fine = 0`` if a value is inf or nan."""
-    return _filled(_PRELUDE + _FINITE, _real_number("finite", dtype))
+    """The text of ``all_finite(values, n, fine)``: ``*fine = 0`` if a value is inf or nan."""
+    return _filled(_PRELUDE + _FINITE, _real_number("all_finite", dtype))
 
 
 def _real_number(name: str, dtype: str) -> _Number:

@@ -361,7 +361,7 @@ def test_what_is_not_finite_is_told_to_kernels_and_later_to_the_host(gpu, cuda) 
     assert [entry[0] for entry in order] == ["memset", "launch", "memcpy", "record"]
     (_, _, *cleared), launched, copied, recorded = order
     assert cleared == [finite.fine.data.ptr, 1, 4, CURRENT[1]]
-    assert launched[2] == "finite" and list(launched[5]) == [values, 100, finite.fine]
+    assert launched[2] == "all_finite" and list(launched[5]) == [values, 100, finite.fine]
     assert launched[6] == copied[-1] == recorded[-1] == CURRENT[1]
     assert list(copied[2:5]) == [finite._told.ctypes.data, finite.fine.data.ptr, 4]
     gpu.status = 0

@@ -291,7 +291,7 @@ def test_an_unknown_dtype_is_named() -> None:
         kernel_source("sum", "datetime64[s]")
     with pytest.raises(DtypeError, match="int32"):
         optimizer_source("adam", "int32")
-    with pytest.raises(DtypeError, match="finite takes real numbers, not int32"):
+    with pytest.raises(DtypeError, match="all_finite takes real numbers, not int32"):
         finite_source("int32")
 
 
