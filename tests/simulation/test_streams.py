@@ -464,6 +464,7 @@ def case_of(size: int, seed: int) -> Case:
 SEEDS = 300
 
 
+@pytest.mark.timeout(240)  # hundreds of runs, on a machine that may be busy
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_clean_run_raises_no_alarm_and_one_dropped_completion_always_does(size: int) -> None:
     for seed in range(SEEDS):
