@@ -6,7 +6,8 @@ in which backward produces gradients. The first is small, since nothing can be
 hidden behind what is computed before it is full.
 
 Nothing is copied: gradients that lie side by side in one array *are* a bucket.
-A gradient that lies elsewhere, or has another dtype, begins a new one.
+A gradient that lies elsewhere, or has another dtype, begins a new one. The same
+holds for the values that the gradients belong to, where these are exchanged too.
 """
 
 from __future__ import annotations
@@ -26,58 +27,76 @@ FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """``gradient`` is one-dimensional; ``members`` are positions in the ready order."""
+    """``gradient`` is one-dimensional; ``members`` are positions in the ready order.
+
+    ``value`` is the same run of the values, where ``layout`` was given them.
+    """
 
     index: int
     gradient: Any
     members: tuple[int, ...]
+    value: Any = None
 
 
 def layout(
-    gradients: Sequence[Any], bucket_bytes: int = BUCKET, first_bucket_bytes: int = FIRST_BUCKET
+    gradients: Sequence[Any],
+    bucket_bytes: int = BUCKET,
+    first_bucket_bytes: int = FIRST_BUCKET,
+    values: Sequence[Any] | None = None,
 ) -> list[Bucket]:
     """Group gradients, given in the order in which they become ready.
 
     A bucket is closed before the gradient that would make it larger than the
-    limit; one gradient above the limit is a bucket by itself. Raises ArgumentError
-    for gradients that are not C-contiguous, or that share memory: what they share
-    would be summed twice.
+    limit; one gradient above the limit is a bucket by itself. Where ``values`` are
+    given, one of its size for each gradient, a bucket is a run of these as well.
+    Raises ArgumentError for arrays that are not C-contiguous, or that share memory:
+    what they share would be summed, or updated, twice.
     """
     for name, limit in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if limit < 1:
             raise ArgumentError(f"{name}: {limit} given; allowed are bytes from 1")
+    columns = [gradients] if values is None else [gradients, values]
+    for name, arrays in zip(("gradients", "values"), columns):
+        for position, array in enumerate(arrays):
+            if not array.flags.c_contiguous:
+                raise ArgumentError(f"{name}: number {position} is not C-contiguous")
+        _check_apart(name, arrays)
+    sizes = [[array.size for array in arrays] for arrays in columns]
+    if sizes[0] != sizes[-1]:
+        raise ArgumentError(
+            f"values: sizes {sizes[1]} given; allowed are the gradients' {sizes[0]}"
+        )
     buckets: list[Bucket] = []
     run: list[int] = []
 
     def close() -> None:
         if run:
-            flat = _joined(gradients[run[0]], gradients[run[-1]])
-            buckets.append(Bucket(len(buckets), flat, tuple(run)))
+            first, last = run[0], run[-1]
+            flat, *more = (_joined(arrays[first], arrays[last]) for arrays in columns)
+            buckets.append(Bucket(len(buckets), flat, tuple(run), *more))
             run.clear()
 
     held = 0
     for position, gradient in enumerate(gradients):
-        if not gradient.flags.c_contiguous:
-            raise ArgumentError(f"gradients: number {position} is not C-contiguous")
         limit = bucket_bytes if buckets else first_bucket_bytes
-        if run and (held + gradient.nbytes > limit or not _adjoin(gradients[run[-1]], gradient)):
+        adjoin = run and all(_adjoin(arrays[run[-1]], arrays[position]) for arrays in columns)
+        if held + gradient.nbytes > limit or not adjoin:
             close()
         held = gradient.nbytes + (held if run else 0)
         run.append(position)
     close()
-    _check_apart(gradients)
     return buckets
 
 
-def _check_apart(gradients: Sequence[Any]) -> None:
+def _check_apart(name: str, arrays: Sequence[Any]) -> None:
     extents = sorted(
-        (_address(gradient), _address(gradient) + gradient.nbytes, position)
-        for position, gradient in enumerate(gradients)
-        if gradient.nbytes
+        (_address(array), _address(array) + array.nbytes, position)
+        for position, array in enumerate(arrays)
+        if array.nbytes
     )
     for (_, stop, one), (start, _, other) in pairwise(extents):
         if start < stop:
-            raise ArgumentError(f"gradients: numbers {one} and {other} share memory")
+            raise ArgumentError(f"{name}: numbers {one} and {other} share memory")
 
 
 class HasGradient(Protocol):
@@ -85,6 +104,13 @@ class HasGradient(Protocol):
 
     @property
     def gradient(self) -> Any: ...
+
+
+class HasValue(HasGradient, Protocol):
+    """A parameter whose value is known too: as many elements, C-contiguous."""
+
+    @property
+    def value(self) -> Any: ...
 
 
 class Filling:

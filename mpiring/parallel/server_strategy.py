@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,21 +22,13 @@ from mpiring.communicator import Communicator
 from mpiring.parallel.buckets import BUCKET, FIRST_BUCKET, Filling, HasGradient, layout
 from mpiring.parallel.parameter_server import ParameterServer
 from mpiring.parallel.placement import placement, roles, shards
-
-
-class SlicedOptimizer(Protocol):
-    """An optimizer over flat arrays that can update a part of them."""
-
-    state: dict[str, Any]
-    steps: int
-
-    def update(self, values: Any, gradients: Any, start: int = 0) -> None: ...
+from mpiring.parallel.strategies import Optimizer, whole_state
 
 
 class _Part:
     """A part of an optimizer's elements, with a count of steps of its own."""
 
-    def __init__(self, whole: SlicedOptimizer, start: int) -> None:
+    def __init__(self, whole: Optimizer, start: int) -> None:
         self._whole, self._start = whole, start
         self.steps = whole.steps
 
@@ -67,7 +59,7 @@ class ServerStrategy:
     """
 
     name = "server"
-    replicated = False
+    state_between = False
 
     def __init__(
         self,
@@ -75,7 +67,7 @@ class ServerStrategy:
         parameters: Sequence[HasGradient],
         values: Any,
         gradients: Any,
-        optimizer: SlicedOptimizer,
+        optimizer: Optimizer,
         is_finite: Callable[[Any], bool],
         *,
         mode: str = "sync",
@@ -87,7 +79,7 @@ class ServerStrategy:
         first_bucket_bytes: int = FIRST_BUCKET,
         overlap: bool = True,
     ) -> None:
-        self._comm, self._parameters, self._optimizer = comm, parameters, optimizer
+        self._comm, self._parameters, self.optimizer = comm, parameters, optimizer
         self._values, self._gradients = values, gradients
         self._overlap = overlap
         self._mode, self._staleness = mode, staleness
@@ -172,13 +164,16 @@ class ServerStrategy:
             self._comm.Bcast(self._values, root=root)
         steps = np.array([max((part.steps for part in self._parts), default=0)])
         self._comm.Allreduce("in place", steps, "max")
-        self._optimizer.steps = int(steps[0])
+        self.optimizer.steps = int(steps[0])
         for key in self._server.keys:
             start = self._start(key)
             span = slice(start, start + key.size // self._values.dtype.itemsize)
-            for name in sorted(self._optimizer.state):
+            for name in sorted(self.optimizer.state):
                 owner = self._server.servers[key.server]
-                self._comm.Bcast(self._optimizer.state[name][span], root=owner)
+                self._comm.Bcast(self.optimizer.state[name][span], root=owner)
+
+    def state(self, host: Callable[[Any], Any]) -> dict[str, Any]:
+        return whole_state(self._comm, self.optimizer, host)
 
     @contextmanager
     def rehearsal(self) -> Iterator[Callable[[], None]]:

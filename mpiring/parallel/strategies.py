@@ -18,12 +18,16 @@ from mpiring.parallel.reducer import Reducer
 
 
 class Optimizer(Protocol):
-    """What a strategy needs of an optimizer over flat arrays."""
+    """What strategies need of an optimizer over flat arrays."""
 
     state: dict[str, Any]
     steps: int
 
     def step(self, values: Any, gradients: Any) -> None: ...
+
+    def update(self, values: Any, gradients: Any, start: int = 0) -> None:
+        """A part of a step: the elements from ``start``. ``steps`` counts this one already."""
+        ...
 
 
 class Judge(Protocol):
@@ -63,8 +67,10 @@ class Strategy(Protocol):
     workers: tuple[int, ...]
     #: Whether all ranks take their steps together, so that they can meet between two.
     in_step: bool
-    #: Whether every rank has the optimizer's whole state at every step, not only at the end.
-    replicated: bool
+    #: Whether ``state`` can be asked for between two epochs, not only after ``finish``.
+    state_between: bool
+    #: This rank's; of how many elements is the strategy's affair.
+    optimizer: Optimizer
 
     @property
     def polling_seconds(self) -> float:
@@ -97,6 +103,11 @@ class Strategy(Protocol):
         """All steps are taken: every rank has the same weights afterwards. Collective."""
         ...
 
+    def state(self, host: Callable[[Any], Any]) -> dict[str, Any]:
+        """The optimizer's state for all parameters and its steps, by name, as host arrays (made by
+        ``host``) on rank 0; elsewhere nothing. The same whatever the strategy. Collective."""
+        ...
+
     def rehearsal(self) -> AbstractContextManager[Callable[[], None]]:
         """Gives a call that makes one whole exchange with nothing computed, to time it alone.
 
@@ -121,7 +132,7 @@ class AllReduce:
     """
 
     name = "ring"
-    in_step = replicated = True
+    in_step = state_between = True
 
     def __init__(
         self,
@@ -129,6 +140,7 @@ class AllReduce:
         parameters: Sequence[HasGradient],
         values: Any,
         gradients: Any,
+        optimizer: Optimizer,
         judge: Judge,
         **reducer_options: Any,
     ) -> None:
@@ -136,7 +148,7 @@ class AllReduce:
         self._reducer = Reducer(comm, parameters, **reducer_options)
         self._comm, self._parameters = comm, parameters
         self._values, self._gradients = values, gradients
-        self._judge = judge
+        self.optimizer, self._judge = optimizer, judge
         self.skipped = judge.skipped
         self.no_sync = self._reducer.no_sync
         self.ready = self._reducer.ready
@@ -155,6 +167,10 @@ class AllReduce:
 
     def finish(self) -> None: ...
 
+    def state(self, host: Callable[[Any], Any]) -> dict[str, Any]:
+        self.skipped()  # the latest step counts only if it was taken
+        return whole_state(self._comm, self.optimizer, host)
+
     def rehearsal(self) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(self._exchange)
 
@@ -169,12 +185,36 @@ class AllReduce:
         return 2 * (n - 1) / n * self._gradients.nbytes
 
     def report(self) -> dict[str, Any]:
+        return optimizer_bytes(self._comm, self.optimizer, self._values.size, owners=1)
+
+
+def optimizer_bytes(
+    comm: Communicator, optimizer: Optimizer, count: int, owners: int
+) -> dict[str, float]:
+    """Bytes of optimizer state: those of the rank that has most, and the formula for ``count``
+    parameters shared out among so many ``owners``. Collective."""
+    state = optimizer.state.values()
+    most = np.array([sum(array.nbytes for array in state)])
+    comm.Allreduce("in place", most, "max")
+    each = sum(array.dtype.itemsize for array in state)
+    return {
+        "optimizer_bytes_per_rank": int(most[0]),
+        "optimizer_bytes_formula": count * each / owners,
+    }
+
+
+def whole_state(
+    comm: Communicator, optimizer: Optimizer, host: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """``Strategy.state`` where rank 0's optimizer has all of it."""
+    if comm.rank:
         return {}
+    arrays = {name: host(array) for name, array in optimizer.state.items()}
+    return {**arrays, "steps": np.asarray(optimizer.steps)}
 
 
-def broadcast_state(comm: Communicator, values: Any, optimizer: Optimizer) -> None:
-    """Weights, optimizer state and step count of rank 0, on every rank."""
-    comm.Bcast(values)
+def broadcast_optimizer(comm: Communicator, optimizer: Optimizer) -> None:
+    """State and step count of rank 0's, on every rank."""
     for name in sorted(optimizer.state):
         comm.Bcast(optimizer.state[name])
     optimizer.steps = broadcast_number(comm, optimizer.steps)

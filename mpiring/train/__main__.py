@@ -85,13 +85,13 @@ def _train(world: Any, wanted: argparse.Namespace) -> int:
             skipped = len(trainer.skipped())
             loss = trainer.epoch(shown.step)
             shown.epoch(replica.epochs, loss, len(trainer.skipped()) - skipped)
-            if wanted.save and rank == 0 and trainer.strategy.replicated:
-                report.write(wanted.save, replica.save())
+            if wanted.save and trainer.strategy.state_between:
+                _save(trainer, wanted.save)
     finally:
         shown.close()
     trainer.finish()
-    if wanted.save and rank == 0 and not trainer.strategy.replicated:
-        report.write(wanted.save, replica.save())
+    if wanted.save and not trainer.strategy.state_between:
+        _save(trainer, wanted.save)
 
     everyone: Any = world.gather(trace.events) if trace else None
     results = trainer.results(loss)
@@ -145,6 +145,14 @@ def _resume(replica: Any, wanted: argparse.Namespace) -> None:
             f"--epochs: {wanted.epochs} given, those before the resume included, but "
             f"{wanted.resume} has been trained for {replica.epochs}; allowed are more"
         )
+
+
+def _save(trainer: Any, path: str) -> None:
+    from mpiring.train import report
+
+    content = trainer.save()
+    if trainer.comm.rank == 0:
+        report.write(path, content)
 
 
 def _fingerprint(dataset: Any) -> dict[str, Any]:

@@ -26,7 +26,13 @@ from mpiring.nn.sampler import Step
 from mpiring.parallel.buckets import BUCKET, FIRST_BUCKET, MIB
 from mpiring.parallel.placement import roles
 from mpiring.parallel.server_strategy import ServerStrategy
-from mpiring.parallel.strategies import AllReduce, Strategy, broadcast_number, broadcast_state
+from mpiring.parallel.strategies import (
+    AllReduce,
+    Strategy,
+    broadcast_number,
+    broadcast_optimizer,
+)
+from mpiring.parallel.zero import Zero
 from mpiring.trace import Instrument, Ledger
 from mpiring.train.replica import Replica
 
@@ -46,8 +52,8 @@ class Clock:
 class Trainer:
     """Replicas that learn together. The constructor and all methods are collective.
 
-    Every rank starts with rank 0's weights, optimizer and count of epochs, whatever the
-    others were seeded with or read from a file. ``engine`` is the communicator's.
+    Every rank starts with rank 0's weights, state of the optimizer and count of epochs,
+    whatever the others were seeded with or read from a file. ``engine`` is the communicator's.
     """
 
     def __init__(
@@ -61,7 +67,7 @@ class Trainer:
         self.comm, self.replica, self.options = comm, replica, options
         self.engine = engine or default_engine()
         self.dataset, self.model, self.place = replica.dataset, replica.model, replica.place
-        broadcast_state(comm, self.model.parameters.values, replica.optimizer)
+        comm.Bcast(self.model.parameters.values)
         replica.epochs = broadcast_number(comm, replica.epochs)
         self.strategy = _strategy(comm, replica, options)
         self.works = comm.rank in self.strategy.workers
@@ -116,6 +122,12 @@ class Trainer:
         if not self._finished:
             self._finished = True
             self.strategy.finish()
+
+    def save(self) -> bytes:
+        """The content of a file from which training goes on, whatever strategy it will have; on
+        rank 0, elsewhere nothing. Between epochs only if ``strategy.state_between``."""
+        state = self.strategy.state(self.place.host)
+        return b"" if self.comm.rank else self.replica.save(state)
 
     def skipped(self) -> list[int]:
         """The numbers, from 1, of the steps skipped so far; those of servers come at the end."""
@@ -269,18 +281,24 @@ def share(options: argparse.Namespace, size: int, rank: int) -> tuple[int, int]:
 
 
 def _strategy(comm: Communicator, replica: Replica, options: argparse.Namespace) -> Strategy:
-    parameters = replica.model.parameters
-    given = comm, list(parameters), parameters.values, parameters.gradients
+    parameters, place = replica.model.parameters, replica.place
     buckets = {
         "bucket_bytes": _bytes(options.bucket_mb, BUCKET, parameters.nbytes),
         "first_bucket_bytes": _bytes(options.first_bucket_mb, FIRST_BUCKET, parameters.nbytes),
         "overlap": options.overlap,
     }
+    state, replica.optimizer_state = replica.optimizer_state, {}
+    if options.strategy == "zero":
+        return Zero(comm, list(parameters), replica.optimizer, place.is_finite, state, **buckets)
+    optimizer = replica.optimizer(parameters.size)
+    if state:
+        optimizer.load_state_dict(state)
+    broadcast_optimizer(comm, optimizer)
+    given = comm, list(parameters), parameters.values, parameters.gradients, optimizer
     if options.strategy == "ring":
-        return AllReduce(*given, replica.place.judge(replica.optimizer), **buckets)
+        return AllReduce(*given, place.judge(optimizer), **buckets)
     return ServerStrategy(
         *given,
-        replica.optimizer,
         all_finite,
         mode=options.server_mode,
         staleness=options.staleness,

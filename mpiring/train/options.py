@@ -59,8 +59,9 @@ def parser() -> argparse.ArgumentParser:
 
     exchange = p.add_argument_group("gradient exchange")
     exchange.add_argument(
-        "--strategy", choices=("ring", "server"), default="ring",
-        help="all-reduce over a ring, or parameter servers",
+        "--strategy", choices=("ring", "zero", "server"), default="ring",
+        help="ring: all-reduce, every rank updates all weights; zero: reduce-scatter, every rank "
+        "updates its part with 1/n of the optimizer's state, all-gather; server: parameter servers",
     )  # fmt: skip
     exchange.add_argument(
         "--accumulate", type=_whole_number(1), default=1, metavar="K",

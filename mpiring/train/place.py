@@ -3,9 +3,10 @@
 What differs between the two is kept here: the array module, the memory of parameters and
 gradients, the optimizer's kernel, and how it is found out that a gradient holds inf or nan.
 
-On a GPU a step sends nothing to the host. The kernel that updates the weights is told by
-another kernel whether it may; the host hears of it when it comes with the next step, by
-when the answer has long arrived: it has waited for an exchange since.
+On a GPU a step sends nothing to the host, where every rank has all of the gradient and so
+judges by itself. The kernel that updates the weights is told by another kernel whether it
+may; the host hears of it when it comes with the next step, by when the answer has long
+arrived: it has waited for an exchange since.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ class Place(Protocol):
         ...
 
     def judge(self, optimizer: Optimizer) -> Judge:
-        """What decides whether a gradient is used."""
+        """What decides whether a gradient is used, where this rank decides alone."""
+        ...
+
+    def is_finite(self, array: Array) -> bool:
+        """Whether there is neither inf nor nan in it. Waits for the answer."""
         ...
 
     def host(self, array: Array) -> Any:
@@ -59,6 +64,9 @@ class Host:
 
     def judge(self, optimizer: Optimizer) -> Judge:
         return Checked(optimizer, all_finite)
+
+    def is_finite(self, array: Array) -> bool:
+        return all_finite(array)
 
     def host(self, array: Array) -> Any:
         return np.asarray(array)
@@ -84,6 +92,10 @@ class Gpu:
 
     def judge(self, optimizer: Optimizer) -> Judge:
         return Deferred(optimizer, self._finite)
+
+    def is_finite(self, array: Array) -> bool:
+        self._finite.look(array)
+        return self._finite.seen()
 
     def host(self, array: Array) -> Any:
         return self.xp.asnumpy(array)

@@ -1,9 +1,10 @@
-"""What one rank holds of the training: its samples, the model, the optimizer. All local.
+"""What one rank holds of the training: its samples and the model. All local.
 
 The file that ``save`` fills is an ``.npz`` for other programs too: every weight and bias
 under its name (``linear0.weight``, [inputs, outputs]), ``inputs.mean`` and
 ``inputs.deviation`` by which samples are standardised, and what training needs to go on
-as if it had never stopped: the optimizer's arrays and steps, and the epochs done.
+as if it had never stopped: the optimizer's arrays, one element for each parameter
+whatever rank had it, its steps, and the epochs done.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import io
 import zipfile
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,13 +56,30 @@ class Replica:
             seed=options.seed,
             allocate=self.place.allocate,
         )
-        self.optimizer = _optimizer(self.model.parameters.size, options, self.place)
+        self._options = options
+        self.optimizer_state: Mapping[str, Any] = {}  #: what was loaded of an optimizer
         self.epochs = 0  #: done
 
-    def save(self) -> bytes:
-        """The content of a file from which ``load`` goes on."""
+    def optimizer(self, count: int) -> Optimizer:
+        """A new one, over ``count`` elements: as many as a rank updates."""
+        options, place = self._options, self.place
+        common: dict[str, Any] = {
+            "lr": options.lr,
+            "weight_decay": options.weight_decay,
+            "xp": place.xp,
+            "kernel": place.kernel(options.optimizer),
+        }
+        if options.optimizer == "adam":
+            return Adam(count, options.dtype, **common)
+        return SGD(count, options.dtype, momentum=options.momentum, **common)
+
+    def save(self, optimizer_state: Mapping[str, Any]) -> bytes:
+        """The content of a file from which ``load`` goes on.
+
+        ``optimizer_state``: of all parameters, as ``Strategy.state`` tells it.
+        """
         file = io.BytesIO()
-        np.savez(file, **{name: self.place.host(array) for name, array in self._state().items()})
+        np.savez(file, **self._state(optimizer_state))
         return file.getvalue()
 
     def load(self, path: str) -> None:
@@ -70,7 +89,12 @@ class Replica:
                 saved = dict(file)
         except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ArgumentError(f"--resume: {path} cannot be read: {error}") from error
-        for name, wanted in self._state().items():
+        # An array has an element for each parameter, whoever is to update how many of them.
+        optimizer = {
+            name: np.empty(self.model.parameters.size if array.ndim else (), array.dtype)
+            for name, array in self.optimizer(0).state_dict().items()
+        }
+        for name, wanted in self._state(optimizer).items():
             given = _kind(saved[name]) if name in saved else "missing"
             if given != _kind(wanted):
                 raise ArgumentError(
@@ -79,15 +103,13 @@ class Replica:
                 )
         for parameter in self.model.parameters:
             parameter.value[...] = self.place.xp.asarray(saved[parameter.name])
-        self.optimizer.load_state_dict(
-            {name: saved[f"optimizer.{name}"] for name in self.optimizer.state_dict()}
-        )
+        self.optimizer_state = {name: saved[f"optimizer.{name}"] for name in optimizer}
         self.epochs = int(saved["epochs"])
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, optimizer: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            **{parameter.name: parameter.value for parameter in self.model.parameters},
-            **{f"optimizer.{name}": x for name, x in self.optimizer.state_dict().items()},
+            **{each.name: self.place.host(each.value) for each in self.model.parameters},
+            **{f"optimizer.{name}": array for name, array in optimizer.items()},
             "inputs.mean": np.asarray(self.dataset.mean),
             "inputs.deviation": np.asarray(self.dataset.deviation),
             "epochs": np.asarray(self.epochs),
@@ -96,15 +118,3 @@ class Replica:
 
 def _kind(array: Any) -> str:
     return f"{array.dtype} {list(array.shape)}"
-
-
-def _optimizer(count: int, options: argparse.Namespace, place: Place) -> Optimizer:
-    common: dict[str, Any] = {
-        "lr": options.lr,
-        "weight_decay": options.weight_decay,
-        "xp": place.xp,
-        "kernel": place.kernel(options.optimizer),
-    }
-    if options.optimizer == "adam":
-        return Adam(count, options.dtype, **common)
-    return SGD(count, options.dtype, momentum=options.momentum, **common)

@@ -164,6 +164,8 @@ def headline(trainer: Trainer, library: str) -> str:
         f"{options.optimizer}, lr {options.lr:g}; gradients are means over the "
         f"{options.batch_size} samples of all ranks together",
     ]
+    if options.strategy == "zero":
+        lines.append("each rank updates its part of the weights: ZeRO, stage 1")
     if options.strategy == "server":
         mode = options.server_mode
         if mode == "ssp":
@@ -203,6 +205,7 @@ def table(results: dict[str, Any]) -> str:
         None,
         ("sent per rank and step", size(r["bytes_sent_per_rank_per_step"]), "measured"),
         ("  formula", size(r["bytes_formula"]), _formula(r)),
+        *_optimizer_rows(r),
         *_server_rows(r),
         ("replicas identical", "yes" if r["replicas_identical"] else "NO", "bit for bit"),
     ]
@@ -227,9 +230,22 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _formula(r: dict[str, Any]) -> str:
-    if r["strategy"] == "ring":
-        return f"2(n-1)/n S, n = {r['ranks']}"
-    return "each key to its server and back, mean over ranks"
+    if r["strategy"] == "server":
+        return "each key to its server and back, mean over ranks"
+    return f"2(n-1)/n S, n = {r['ranks']}"
+
+
+def _optimizer_rows(r: dict[str, Any]) -> list[Any]:
+    """How much of the optimizer's state a rank has, where all ranks are alike."""
+    if r["strategy"] == "server":
+        return []
+    formula = "K, that of all parameters"
+    if r["strategy"] == "zero":
+        formula = f"K/n, K that of all parameters, n = {r['ranks']}"
+    return [
+        ("optimizer state per rank", size(r["optimizer_bytes_per_rank"]), "measured, the largest"),
+        ("  formula", size(r["optimizer_bytes_formula"]), formula),
+    ]
 
 
 def _server_rows(r: dict[str, Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,14 +72,20 @@ class VirtualGpu(Host):
     def judge(self, optimizer: Optimizer) -> Deferred:
         return Deferred(optimizer, self.flag)
 
+    def is_finite(self, array: Any) -> bool:
+        self.flag.look(array)
+        return self.flag.seen()
+
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("path", ["staged", "peer"])
+@pytest.mark.parametrize("strategy", ["ring", "zero"])
 def test_training_on_a_device_is_that_of_one_process(
-    small: Dataset, optimizer: str, path: str
+    small: Dataset, optimizer: str, path: str, strategy: str
 ) -> None:
     """Two steps are skipped, one of them the last: what is known late is not lost."""
-    options = command_line.parse([*SMALL, *GIVEN, "--optimizer", optimizer])
+    given = [*SMALL, *GIVEN, "--optimizer", optimizer, "--strategy", strategy]
+    options = command_line.parse(given)
     told: list[float] = []
 
     def program(comm: DeviceCommunicator) -> Any:
@@ -91,12 +98,16 @@ def test_training_on_a_device_is_that_of_one_process(
         losses = []
         while replica.epochs < 2:
             losses.append(trainer.epoch(lambda samples, loss: told.append(loss)))
-        saved = np.frombuffer(replica.save(), np.uint8) if comm.rank == 0 else None
+        saved = trainer.save()
         results = trainer.results(losses[-1])
-        assert gpu.flag.looks == 8 and replica.optimizer.steps == 6
+        assert gpu.flag.looks == 8 and trainer.strategy.optimizer.steps == 6
         return losses, np.array(replica.model.parameters.values), results, saved
 
-    for losses, values, results, _ in run(2, program, gpu_path=path):
+    outcomes = run(2, program, gpu_path=path)
+    with np.load(io.BytesIO(outcomes[0][-1])) as file:
+        assert file["optimizer.steps"] == 6
+        assert all(file[name].any() for name in file if name.startswith("optimizer."))
+    for losses, values, results, _ in outcomes:
         expected_losses, expected = alone(small, *GIVEN, "--optimizer", optimizer, skip=(3, 8))
         assert results["steps_skipped"] == [3, 8] and results["replicas_identical"]
         assert losses == pytest.approx(expected_losses, rel=1e-12)

@@ -26,6 +26,8 @@ RESULTS: dict[str, Any] = {
     "hidden_percent": 50.0,
     "bytes_sent_per_rank_per_step": 1806396.0,
     "bytes_formula": 1806396.0,
+    "optimizer_bytes_per_rank": 1204264,
+    "optimizer_bytes_formula": 1204264.0,
     "replicas_identical": True,
     "steps_skipped": [],
     "more_ranks_than_cores": False,

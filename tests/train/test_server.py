@@ -86,14 +86,14 @@ def test_two_and_two_epochs_are_four(
     given = (*SERVER, "--batch-size", "14", "--servers", servers, *optimizer)
     whole = train(small, 4, "--epochs", "4", *given)
     path = tmp_path / "saved"
-    path.write_bytes(train(small, 4, "--epochs", "2", *given)[0].replica.save())
+    path.write_bytes(train(small, 4, "--epochs", "2", *given)[0].saved)
 
     def resume(replica: Replica, rank: int) -> None:
         if rank == 0:  # the others have no file
             replica.load(str(path))
 
     rest = train(small, 4, "--epochs", "4", *given, prepare=resume)
-    assert rest[0].replica.save() == whole[0].replica.save()
+    assert rest[0].saved == whole[0].saved
 
 
 @pytest.mark.parametrize("mode", [(), ASYNC], ids=["sync", "async"])

@@ -19,27 +19,33 @@ GIVEN = ("--epochs", "2", "--batch-size", "14", "--dtype", "float64")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_every_rank_starts_from_what_rank_0_has(small: Dataset, optimizer: str) -> None:
-    given = (*GIVEN, "--optimizer", optimizer)
+@pytest.mark.parametrize("strategy", ["ring", "zero"])
+def test_every_rank_starts_from_what_rank_0_has(
+    small: Dataset, strategy: str, optimizer: str
+) -> None:
+    given = (*GIVEN, "--optimizer", optimizer, "--strategy", strategy)
 
     def scramble(replica: Replica, rank: int) -> None:
         """Ranks seeded otherwise, with an optimizer that has been used, and an epoch behind."""
         if rank:
             random = np.random.default_rng(rank)
-            for array in (replica.model.parameters.values, *replica.optimizer.state.values()):
-                array[...] = random.random(array.shape)
-            replica.optimizer.steps = 7 * rank
+            values = replica.model.parameters.values
+            values[...] = random.random(values.shape)
+            state = replica.optimizer(values.size).state_dict()
+            replica.optimizer_state = {name: random.random(x.shape) for name, x in state.items()}
             replica.epochs = rank
 
     seen = []
 
     def look(trainer: Trainer, rank: int) -> None:
-        replica = trainer.replica
-        seen.append((replica.epochs, replica.optimizer.steps, replica.save()))
+        replica, optimizer = trainer.replica, trainer.strategy.optimizer
+        used = any(array.any() for array in optimizer.state.values())
+        weights = replica.model.parameters.values.tobytes()
+        seen.append((replica.epochs, optimizer.steps, used, weights))
 
     outcomes = train(small, 3, *given, prepare=scramble, watch=look)
     assert len(seen) == 3 and seen.count(seen[0]) == 3
-    assert seen[0][:2] == (0, 0)
+    assert seen[0][:3] == (0, 0, False)
     assert_identical(outcomes)
     np.testing.assert_allclose(outcomes[0].values, alone(small, *given)[1], rtol=1e-9, atol=1e-12)
 

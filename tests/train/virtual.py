@@ -29,6 +29,7 @@ class Outcome(NamedTuple):
     values: Any
     results: dict[str, Any]
     replica: Replica
+    saved: bytes  #: on rank 0
 
 
 def train(
@@ -55,7 +56,7 @@ def train(
             losses.append(trainer.epoch(lambda samples, loss: None))
         trainer.finish()
         values = replica.model.parameters.values.copy()
-        return Outcome(losses, values, trainer.results(losses[-1]), replica)
+        return Outcome(losses, values, trainer.results(losses[-1]), replica, trainer.save())
 
     return World(ranks, seed).run(program)
 
@@ -67,6 +68,7 @@ def alone(dataset: Dataset, *arguments: str, skip: tuple[int, ...] = ()) -> tupl
     replica = Replica(dataset, options)
     sampler = Sampler(len(dataset.y_train), options.batch_size, seed=options.seed)
     flat = replica.model.parameters
+    optimizer = replica.optimizer(flat.size)
     losses, number = [], 0
     for epoch in range(options.epochs):
         total = 0.0
@@ -78,7 +80,7 @@ def alone(dataset: Dataset, *arguments: str, skip: tuple[int, ...] = ()) -> tupl
             list(replica.model.backward(gradient))
             number += 1
             if number not in skip:
-                replica.optimizer.step(flat.values, flat.gradients)
+                optimizer.step(flat.values, flat.gradients)
         losses.append(total / len(dataset.y_train))
     return losses, flat.values
 
