@@ -86,3 +86,29 @@ def test_gradients_that_share_memory_are_refused(
     other: list[Any] = [np.zeros(3)]
     with pytest.raises(ArgumentError, match=r"gradients: numbers \d and \d share memory"):
         layout(other + [flat[start:stop] for start, stop in spans], limit, limit)
+
+
+def test_values_are_cut_and_joined_as_gradients_are() -> None:
+    flat, near, far = np.zeros(12), np.zeros(9, "f4"), np.zeros(3, "f4")
+    gradients = [flat[:4].reshape(2, 2), flat[4:5], flat[5:8], flat[8:9], flat[9:]]
+    values = [near[:4], near[4:5].reshape(1, 1), far, near[5:6], near[6:]]
+    buckets = layout(gradients, 1000, 40, values)
+    assert [bucket.members for bucket in buckets] == [(0, 1), (2,), (3, 4)]
+    for bucket in buckets:
+        bucket.value[...] = bucket.index + 1
+    assert near.tolist() == [1] * 5 + [3] * 4 and far.tolist() == [2] * 3
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    flat, other = np.zeros(10), np.zeros((5, 2))
+    gradients = [flat[:5], flat[5:]]
+    for values, wrong in [
+        (
+            [flat[:4], flat[5:]],
+            r"values: sizes \[4, 5\] given; allowed are the gradients' \[5, 5\]",
+        ),
+        ([other[:, 0], other[:, 1]], "values: number 0 is not C-contiguous"),
+        ([flat[:5], flat[3:8]], "values: numbers 0 and 1 share memory"),
+    ]:
+        with pytest.raises(ArgumentError, match=wrong):
+            layout(gradients, values=values)
