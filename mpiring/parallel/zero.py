@@ -84,20 +84,22 @@ class Zero:
     def finish(self) -> None: ...
 
     def state(self, host: Callable[[Any], Any]) -> dict[str, Any]:
-        whole: dict[str, Any] = {"steps": np.asarray(self.optimizer.steps)}
-        for name, shard in sorted(self.optimizer.state.items()):
+        whole: dict[str, Any] = {}
+        for name, shard in self.optimizer.state.items():
             if self._comm.rank == 0:
                 whole[name] = np.empty(self._sharded.total, shard.dtype)
             for place, part in self._sharded.wholes(shard):
                 if self._comm.rank == 0:
                     whole[name][place] = host(part)
-        return whole if self._comm.rank == 0 else {}
+        if self._comm.rank == 0:
+            whole["steps"] = np.asarray(self.optimizer.steps)
+        return whole
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         """Rank 0's ``state``, shared out. Collective."""
         if broadcast_number(self._comm, len(state)):
             self.optimizer.steps = broadcast_number(self._comm, int(state.get("steps", 0)))
-            for name, shard in sorted(self.optimizer.state.items()):
+            for name, shard in self.optimizer.state.items():
                 self._sharded.share_out(state.get(name), shard)
 
     def _all(self, fine: bool) -> bool:

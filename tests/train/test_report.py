@@ -46,8 +46,18 @@ def test_the_table_is_aligned_and_names_its_formulas() -> None:
     assert re.search(r"hidden +50 %  \(t_comm \+ t_comp - t_both\) / min\(t_comm, t_comp\)", text)
     assert re.search(r"sent per rank and step +1\.72 MiB", text)
     assert re.search(r"formula +1\.72 MiB  2\(n-1\)/n S, n = 4", text)
+    assert re.search(r"optimizer state per rank +1\.15 MiB  measured, the largest", text)
+    assert re.search(r"formula +1\.15 MiB  K, that of all parameters$", text, re.MULTILINE)
     assert re.search(r"test accuracy +97\.46 %", text)
     assert "skipped" not in text and "outnumber" not in text
+
+
+def test_the_table_of_a_sharded_optimizer() -> None:
+    shares = {"optimizer_bytes_per_rank": 301068, "optimizer_bytes_formula": 301066.0}
+    text = report.table(RESULTS | {"strategy": "zero"} | shares)
+    assert re.search(r"formula +1\.72 MiB  2\(n-1\)/n S, n = 4", text)
+    assert re.search(r"optimizer state per rank +294\.01 KiB  measured, the largest", text)
+    assert re.search(r"formula +294\.01 KiB  K/n, K that of all parameters, n = 4", text)
 
 
 def test_the_table_tells_what_is_not_as_it_should_be() -> None:

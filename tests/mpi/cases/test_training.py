@@ -42,8 +42,11 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+ADAM = ("--optimizer", "adam", "--lr", "0.01")
+
+
 @pytest.mark.parametrize(
-    "more", [(), ("--accumulate", "4", "--no-overlap"), ("--optimizer", "adam", "--lr", "0.01")]
+    "more", [(), ("--accumulate", "4", "--no-overlap"), ADAM, (*ADAM, "--strategy", "zero")]
 )
 def test_n_ranks_train_what_one_process_trains(
     comm: MPI.Intracomm, folder: Path, run: Run, more: tuple[str, ...]
