@@ -11,7 +11,8 @@ rounding, and after each timed block the replicas of all ranks have to be equal 
 by bit.
 
 Two ways of using DDP take part: as its documentation introduces it, and with the
-options that spare it copies; the better one counts. Started by ``bench/peers/run``.
+options that spare it copies; the better one counts. Of mpiring there are two as well:
+every rank updates all weights, or its shard of them. Started by ``bench/peers/run``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from mpiring.nn.loss import softmax_cross_entropy
 from mpiring.nn.model import MLP
 from mpiring.nn.optim import SGD
 from mpiring.parallel.reducer import Reducer
+from mpiring.parallel.sharded import ShardedReducer
 
 SIZES = (784, 1024, 1024, 10)
 SAMPLES = 64  #: on each rank
@@ -59,20 +61,25 @@ class Trainer:
     close: Callable[[], object]
 
 
-def with_mpiring(comm: MPI.Intracomm, x: Array, labels: Array) -> Trainer:
+def with_mpiring(comm: MPI.Intracomm, x: Array, labels: Array, *, sharded: bool) -> Trainer:
     """The pieces of ``mpiring.train``, and nothing of its bookkeeping."""
     ring = mpiring.Communicator(comm)
     model = MLP(SIZES)
-    reducer = Reducer(ring, list(model.parameters))
     flat = model.parameters
-    optimizer = SGD(flat.size, lr=LR, momentum=MOMENTUM)
+    reducer = (ShardedReducer if sharded else Reducer)(ring, list(flat))
+    count = reducer.count if isinstance(reducer, ShardedReducer) else flat.size
+    optimizer = SGD(count, lr=LR, momentum=MOMENTUM)
 
     def step() -> None:
         _, gradient = softmax_cross_entropy(model.forward(x), labels, SAMPLES * comm.size)
         for parameter in model.backward(gradient):
             reducer.ready(parameter)
         reducer.finish()
-        optimizer.step(flat.values, flat.gradients)
+        if isinstance(reducer, ShardedReducer):
+            optimizer.steps += 1
+            reducer.update(optimizer.update)
+        else:
+            optimizer.step(flat.values, flat.gradients)
 
     def parameters() -> Array:
         parts = [array for layer in weights(model) for array in layer]
@@ -224,7 +231,8 @@ def main() -> int:
     x = random.normal(size=(SAMPLES, SIZES[0])).astype(np.float32)
     labels = random.integers(0, SIZES[-1], SAMPLES)
     trainers = {
-        "mpiring": with_mpiring(comm, x, labels),
+        "mpiring": with_mpiring(comm, x, labels, sharded=False),
+        "mpiring-zero": with_mpiring(comm, x, labels, sharded=True),
         "ddp": with_ddp(x, labels, tuned=False),
         "ddp-tuned": with_ddp(x, labels, tuned=True),
     }
