@@ -25,7 +25,7 @@ from zlib import crc32
 
 import numpy as np
 
-from mpiring.communicator import ending, operations, paths
+from mpiring.communicator import ending, neighbours, operations, paths
 from mpiring.communicator.agreement import (
     HEAR_WITHIN,
     TELL_AFTER,
@@ -49,6 +49,7 @@ from mpiring.communicator.call import Call, Memory, borrowing
 from mpiring.communicator.operations import SUM, Operation
 from mpiring.device.base import Device
 from mpiring.device.host import HostDevice
+from mpiring.device.remote import RemoteHostDevice
 from mpiring.engine.execution import Binding, Execution
 from mpiring.engine.progress import ProgressEngine, default_engine
 from mpiring.engine.request import Request
@@ -85,6 +86,9 @@ class Communicator:
     arrays live.
     ``gpu_path``: how device arrays travel, "auto", "direct", "staged" or "peer" (see
     ``paths``); the default is ``MPIRING_GPU_PATH``, or "auto".
+    ``host_path``: how long host arrays travel: "direct", as messages of MPI, or "peer", by
+    ranks of one machine reading each other's memory (see ``neighbours``); "auto", the default,
+    is the latter where it works. Or ``MPIRING_HOST_PATH``.
 
     ``MPIRING_CHECK=1`` compares the arguments of every call over the ranks, 0 of
     none; the default compares each signature when it is first seen, and later where
@@ -106,6 +110,7 @@ class Communicator:
         algorithm: str = "auto",
         segment: int | None = None,
         gpu_path: str | None = None,
+        host_path: str | None = None,
         engine: ProgressEngine | None = None,
     ) -> None:
         self._engine = engine or default_engine()
@@ -117,13 +122,16 @@ class Communicator:
         self._lent: list[Transport] = []
         self._agreement: Agreement | None = None
         self._host = HostDevice()
+        self._reader: RemoteHostDevice | None = None  # of the other ranks' memory
         self._path: paths.Choice
         if isinstance(comm, Communicator):
             comm = comm.comm
         if hasattr(comm, "Get_rank"):
-            self._open_mpi(comm, progress, gpu_path)
+            self._open_mpi(comm, progress, gpu_path, host_path)
         else:
             self._check_options(progress)
+            if neighbours.wish(host_path) == "peer":
+                self._reader = RemoteHostDevice()
             self._path = paths.choose([paths.Standing(paths.wish(gpu_path))])
             self._transport = comm
         self.rank: int = self._transport.rank
@@ -141,7 +149,8 @@ class Communicator:
         self._starts: dict[int, int] = {}  # of persistent collectives, by slot
         self._path_told = False
         self._peers: dict[Device, Transport] = {}
-        self._answers = self._transport.duplicate() if self._path.path == "peer" else None
+        peers = self._reader is not None or self._path.path == "peer"
+        self._answers = self._transport.duplicate() if peers else None
         self._damaged = False  # an error may have left messages that nobody will take
         self._seen: OrderedDict[str, int] = OrderedDict()  # record -> slot of blocking calls
         self._memory = Memory()
@@ -160,7 +169,9 @@ class Communicator:
             raise ArgumentError(f"MPIRING_CHECK: {self._check!r} given; allowed are 0 and 1")
         self._patience = Patience()
 
-    def _open_mpi(self, comm: Any, progress: str, gpu_path: str | None) -> None:
+    def _open_mpi(
+        self, comm: Any, progress: str, gpu_path: str | None, host_path: str | None
+    ) -> None:
         from mpi4py import MPI
 
         from mpiring.transport.mpi import MpiTransport, node_of
@@ -168,10 +179,10 @@ class Communicator:
         ending.check_launch(MPI.COMM_WORLD)
         if comm == MPI.COMM_NULL or comm.Is_inter():
             raise ArgumentError(f"comm: {comm!r} given; an intracommunicator is needed")
-        error, wish = None, "auto"
+        error, wish, host_wish = None, "auto", "auto"
         try:
             self._check_options(progress)
-            wish = paths.wish(gpu_path)
+            wish, host_wish = paths.wish(gpu_path), neighbours.wish(host_path)
             if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
                 raise ArgumentError(
                     "progress: 'thread' needs MPI_THREAD_MULTIPLE, and this MPI was initialised "
@@ -179,7 +190,7 @@ class Communicator:
                 )
         except ArgumentError as mistake:
             error = mistake
-        options = (self._algorithm, self._segment, wish, self._check)
+        options = (self._algorithm, self._segment, wish, host_wish, self._check)
         standing = paths.stand(
             wish, comm.Get_rank(), MPI.Get_processor_name(), MPI.Get_library_version()
         )
@@ -189,7 +200,7 @@ class Communicator:
                 raise ArgumentError(f"rank {rank}: {wrong.partition(':')[2]}") from error
             if theirs != everyone[0][1]:
                 raise ArgumentError(
-                    "algorithm, segment, gpu_path, MPIRING_CHECK: differ between ranks: "
+                    "algorithm, segment, gpu_path, host_path, MPIRING_CHECK: differ between ranks: "
                     f"rank 0: {everyone[0][1]}; rank {rank}: {theirs}"
                 )
         self._path = paths.choose([standing for *_, standing in everyone])
@@ -201,6 +212,7 @@ class Communicator:
         node = node_of(self._private[1])
         self._engine.yields |= node.crowded
         self._alone = node.alone
+        self._reader = neighbours.reader(self._private[1], host_wish, node.alone)
         self._agreement = Agreement(self._private[1], self._engine)
         ending.attend(self, comm.Get_size())
         if progress == "thread":
@@ -676,12 +688,14 @@ class Communicator:
         itemsize = data.dtype.itemsize
         count = sum(stop - start for start, stop in chunks)
         algorithm = catalog.choose(collective, self.size, count * itemsize, self._algorithm)
+        plan = Plan(collective, algorithm, chunks, source is None)
         if data.on_device:
             usual = paths.SEGMENTS[self._path.path]
+        elif self._reads(plan, data):
+            usual = catalog.READ_SEGMENT
         else:
             usual = catalog.SEGMENT if self._alone else catalog.NETWORK_SEGMENT
-        segment = max(1, (self._segment or usual) // itemsize)
-        return Plan(collective, algorithm, chunks, source is None, segment)
+        return plan._replace(segment=max(1, (self._segment or usual) // itemsize))
 
     def _packed(
         self,
@@ -772,7 +786,8 @@ class Communicator:
         if bound is not None and self._seen.get(bound[0]) == bound[1].binding.slot:
             record, execution = bound
             device = execution.binding.device
-            gates = [] if device is self._host else _recorded(device, execution.binding.callers)
+            on_host = device.kind == self._host.kind
+            gates = [] if on_host else _recorded(device, execution.binding.callers)
             self._seen.move_to_end(record)
             if self._agreement is not None:
                 self._agreement.open(number, record)
@@ -834,6 +849,11 @@ class Communicator:
             detour = paths.detour(self._path.path, device, call.buffers)
             fuse = self._path.path == "peer"
             schedule = catalog.diverted(call.plan, self.rank, detour, fuse=fuse)
+        elif self._reads(call.plan, call.data):
+            assert self._reader is not None
+            device = self._reader
+            detour = paths.detour("peer", device, call.buffers)
+            schedule = catalog.diverted(call.plan, self.rank, detour, fuse=True)
         else:
             schedule = catalog.schedule(call.plan, self.rank)
         memory = {}
@@ -844,6 +864,11 @@ class Communicator:
         return replace(
             call, record=record, kind=kind, schedule=schedule, memory=memory, device=device
         )
+
+    def _reads(self, plan: Plan, data: Operand) -> bool:
+        """Whether ranks read each other's host memory. (On a ring: from the left neighbour's.)"""
+        nbytes = plan.chunks[-1][1] * data.dtype.itemsize
+        return self._reader is not None and plan.algorithm == "ring" and nbytes >= catalog.READ_FROM
 
     def _tell_path(self) -> None:
         if not self._path_told and self.rank == 0:
@@ -890,7 +915,10 @@ class Communicator:
 
     def _carrier(self, device: Device) -> Transport:
         """What moves the arrays of a device."""
-        if device is self._host or self._answers is None:
+        reads = device is self._reader or (
+            self._path.path == "peer" and device.kind != self._host.kind
+        )
+        if not reads:
             return self._transport
         if device not in self._peers:
             self._peers[device] = self._peer_transport(device)

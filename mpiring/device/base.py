@@ -43,6 +43,11 @@ class Device(Protocol):
         """numpy, or a module that follows it."""
         ...
 
+    @property
+    def block(self) -> int:
+        """Bytes of an array that are worked on at once where several passes go over it."""
+        ...
+
     def empty(self, count: int, dtype: Any) -> Array:
         """``count`` uninitialised elements that this library may hand to MPI."""
         ...

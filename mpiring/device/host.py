@@ -19,6 +19,9 @@ from mpiring.task import READY, Completion, Task
 
 _CACHE_LINE = 64  # bytes
 
+#: Bytes that a core's own cache holds beside what else it needs.
+BLOCK = 256 << 10
+
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "prod": np.multiply,
@@ -51,6 +54,7 @@ class HostDevice:
 
     kind = "host"
     xp = np
+    block = BLOCK
 
     def empty(self, count: int, dtype: Any) -> np.ndarray:
         """As numpy.empty, starting on a cache line: ufuncs are slower elsewhere."""

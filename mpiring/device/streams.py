@@ -22,6 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -152,6 +153,7 @@ class StreamDevice:
     def __init__(self, driver: Driver) -> None:
         self.kind = driver.kind
         self.xp = driver.xp
+        self.block = sys.maxsize  # a pass costs a launch
         self.driver = driver
         self._memory = Pool(
             lambda nbytes: driver.allocate(nbytes, "u1"), driver.settle, driver.shared

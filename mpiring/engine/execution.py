@@ -62,16 +62,15 @@ class Binding:
                 return [
                     self.transport.recv(self.view(dst), peer, self.slot, persistent=self.persistent)
                 ]
-            case RecvReduce(peer, dst, scaled):
+            case RecvReduce(peer, dst):
                 # Only for transports that let the receiver work on what the sender has.
-                view = self.view(dst)
                 return [
                     self.transport.recv(  # type: ignore[call-arg]
-                        view,
+                        self.view(dst),
                         peer,
                         self.slot,
                         persistent=self.persistent,
-                        combine=lambda source: self._reduced(source, view, scaled),
+                        combine=lambda source: self._combined(op, source),
                     )
                 ]
             case Reduce(src, dst, scaled):
@@ -80,6 +79,20 @@ class Binding:
                 return [self.device.copy(self.view(src), self.view(dst))]
             case Scale(dst):
                 return [self.device.scale(self.view(dst), self.factor)]
+
+    def _combined(self, op: RecvReduce, source: Any) -> list[Task]:
+        """What brings the sender's ``source`` and the operand of this rank together."""
+        dst = self.view(op.dst)
+        if op.src is None:
+            return self._reduced(source, dst, op.scaled)
+        # Block by block, so that what has been brought is in the cache when it is reduced.
+        src, block = self.view(op.src), max(1, self.device.block // dst.dtype.itemsize)
+        tasks = []
+        for at in range(0, dst.size, block):
+            part = slice(at, min(at + block, dst.size))
+            tasks.append(self.device.copy(source[part], dst[part]))
+            tasks += self._reduced(src[part], dst[part], op.scaled)
+        return tasks
 
     def _reduced(self, src: Any, dst: Any, scaled: bool) -> list[Task]:
         assert self.reduction is not None

@@ -34,6 +34,11 @@ DOUBLING_LIMIT = 16 << 10
 #: machines that is more: a round ends with a round trip, in which the link is idle.
 SEGMENT, NETWORK_SEGMENT = 1 << 20, 2 << 20
 
+#: Where ranks read each other's memory: bytes of an array from which on they do, and of a
+#: segment. Below, a message is there before two small ones that arrange a reading are. What is
+#: read is worked on block by block in any case; a segment bounds for how long a poll is away.
+READ_FROM, READ_SEGMENT = 4 << 20, 16 << 20
+
 
 class Mean(NamedTuple):
     """When an average divides: each contribution first, or the complete sum last."""

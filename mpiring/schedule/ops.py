@@ -69,11 +69,14 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class RecvReduce:
-    """``dst = what peer sends (op) dst``: a Recv and the Reduce of what it brought, as one."""
+    """A Recv and the Reduce of what it brought, as one: ``dst = what peer sends (op) dst``, or
+    with ``src``, ``dst = src (op) what peer sends``.
+    """
 
     peer: int
     dst: Span
     scaled: bool = False
+    src: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ def reads(op: Op) -> tuple[Span, ...]:
             return (src,)
         case Reduce(src, dst):
             return (src, dst)
+        case RecvReduce(_, _, _, src) if src is not None:
+            return (src,)
         case Scale(dst) | RecvReduce(_, dst):
             return (dst,)
     return ()

@@ -40,8 +40,9 @@ def _tell(op: Op) -> str:
             return f">{peer} {src}"
         case Recv(peer, dst):
             return f"<{peer} {dst}"
-        case RecvReduce(peer, dst, scaled):
-            return f"<{peer} + {dst}{' *' if scaled else ''}"
+        case RecvReduce(peer, dst, scaled, src):
+            own = f"{src} -> " if src else ""
+            return f"<{peer} + {own}{dst}{' *' if scaled else ''}"
         case Reduce(src, dst, scaled):
             return f"+  {src} -> {dst}{' *' if scaled else ''}"
         case Copy(src, dst):

@@ -219,7 +219,8 @@ def _check_op(schedule: Schedule, number: int, op: Op) -> None:
     where = f"rank {schedule.rank}, round {number}: {op}"
     if any(span.buffer is Buffer.INPUT for span in writes(op)):
         raise ScheduleError(f"{where} writes the caller's input")
-    if isinstance(op, Reduce | Copy):
+    if isinstance(op, Reduce | Copy) or (isinstance(op, RecvReduce) and op.src is not None):
+        assert op.src is not None
         if op.src.count != op.dst.count:
             raise ScheduleError(f"{where}: source and target differ in length")
         if op.src.overlaps(op.dst):
@@ -306,7 +307,7 @@ def _walk(schedules: Sequence[Schedule], memories: Sequence[Memory]) -> None:
 def _receive(memory: Memory, recv: Recv | RecvReduce, came: list[Run]) -> None:
     if isinstance(recv, RecvReduce):
         # It may have waited for the sender; nothing else of its round has touched the span.
-        came = _reduced(came, memory.read(recv.dst), recv)
+        came = _reduced(came, memory.read(recv.src or recv.dst), recv)
         if recv.scaled:
             came = _scaled(came, recv)
     memory.write(recv.dst, came)

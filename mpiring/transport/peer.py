@@ -1,11 +1,15 @@
-"""Messages by reading each other's memory: ranks of one node whose GPUs address each other.
+"""Messages by reading each other's memory: ranks of one node.
 
-The receiver does the work. A send tells where its data lies: in memory that the library
-allocated, which another process may open by a handle. A receive opens it (the mapping is
-kept), copies out of it on this rank's own GPU, or adds what is there to what it has, and
-answers when it has seen the end of that; then the send is over. MPI carries only what is
-told, less than a hundred bytes, and the answer, one byte. So it need not know of GPUs, and
-ranks may share one.
+The receiver does the work. A send tells where its data lies: in memory that another process
+can find by a handle. A receive finds it, copies out of it, or adds what is there to what it
+has, and answers when it has seen the end of that; then the send is over. MPI carries only
+what is told, less than a hundred bytes, and the answer, one byte.
+
+A handle of a GPU's memory opens an allocation of the library's; the mapping is kept, and the
+receiver's own GPU reads it. So MPI need not know of GPUs, and ranks may share one. A handle
+of the host's memory is the number of a process, and the kernel reads it (``device.remote``):
+once, where a message through shared memory is copied twice, and without a handshake for
+each piece.
 
 Why the receiver: nobody ever writes into another rank's memory, so whoever allocated it
 decides alone when it is written; and nothing is copied on the way.
@@ -14,7 +18,7 @@ Invariants:
 
 * what is sent lies in memory that ``export`` has a handle for: the caller of ``send`` sees to
   it (``schedule.staging`` puts slots of such memory before other sends);
-* what was read once stays mapped, so exported memory is never freed;
+* a GPU's memory that was read once stays mapped, so exported memory is never freed;
 * answers to messages between the same ranks in the same slot are sent in the order in which
   the receives were started, whichever ends first: as MPI, the sender tells them apart by
   their order alone.
@@ -38,7 +42,10 @@ _NOTE = struct.Struct("<64sQQ")
 
 
 class PeerMemory(Protocol):
-    """What the device can do with memory of other processes; see ``device.streams.Driver``."""
+    """What the device can do with memory of other processes; see ``device.streams.Driver``.
+
+    What ``mapped`` returns can be sliced, and is the ``src`` of this device's tasks only.
+    """
 
     def export(self, array: Any) -> tuple[bytes, int] | None: ...
 
@@ -48,7 +55,7 @@ class PeerMemory(Protocol):
 
 
 class PeerTransport:
-    """Messages of device arrays; ``notes`` and ``answers`` carry the signals, apart from each
+    """Messages of a device's arrays; ``notes`` and ``answers`` carry the signals, apart from each
     other. Views are of memory from the device's ``empty`` or ``scratch`` where they are sent.
     """
 
@@ -166,10 +173,8 @@ class _Recv(_Steps):
         while not self._note.done():
             yield
         self._untold = False
-        tasks = self._bringing()
-        for task in tasks:
+        for task in self._bringing():
             task.start()
-        for task in tasks:
             while not task.done():
                 yield
         while self._queue[0] is not self:

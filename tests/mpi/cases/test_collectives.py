@@ -84,7 +84,7 @@ def family(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Iterator[Comm
 @pytest.mark.parametrize("form", FORMS)
 def test_allreduce(family: Communicator, form: str) -> None:
     ring = family
-    for count in (*COUNTS, 1000003):
+    for count in (*COUNTS, 1100003):
         sent, result = np.empty(count, "f4"), np.empty(count, "f4")
 
         def fill(t: int) -> None:
@@ -268,7 +268,7 @@ def test_chunks_are_cut_into_segments(comm: MPI.Intracomm) -> None:
         np.testing.assert_array_equal(result, total(ring.size, 13, 0))
 
 
-@pytest.mark.parametrize("count", [7, 1000003])
+@pytest.mark.parametrize("count", [7, 1100003])
 def test_every_rank_holds_the_same_bits(ring: Communicator, count: int) -> None:
     """Step after step the rounding errors of each rank would drift apart, if they differed."""
     weights = np.linspace(0.1, 1, count, dtype="f4")
