@@ -45,25 +45,33 @@ def reader(comm: Any, wish: str, alone: bool) -> RemoteHostDevice | None:
         return None
     wrong = "the ranks are on several machines"
     if alone:
-        device = RemoteHostDevice()
-        failures = _failures(comm, device)
-        if failures:
-            # Linux may let a process be read by those whom it names. The parent of all is the
-            # launcher's, and what is allowed to it is allowed to the processes it has started.
-            may_be_read_by(os.getppid())
-            comm.Barrier()
-            failures = _failures(comm, device)
-        if not failures:
-            return device
-        who, why = name_ranks(list(failures)), next(iter(failures.values()))
+        failed = failures(comm)
+        if not failed:
+            return RemoteHostDevice()
+        who, why = name_ranks(list(failed)), next(iter(failed.values()))
         wrong = f"{who} cannot read the memory of the rank before: {why}"
     if wish == "peer":
         raise DeviceError(f"host_path: 'peer' given, but {wrong}; allowed here are auto, direct")
     return None
 
 
-def _failures(comm: Any, device: RemoteHostDevice) -> dict[int, str]:
-    """The ranks that cannot read their left neighbour's memory, and why."""
+def failures(comm: Any) -> dict[int, str]:
+    """The ranks of one machine that cannot read their left neighbour's memory, and why.
+
+    Collective over the mpi4py communicator ``comm``.
+    """
+    found = _tried(comm)
+    if found:
+        # Linux may let a process be read by those whom it names. The parent of all is the
+        # launcher's, and what is allowed to it is allowed to the processes it has started.
+        may_be_read_by(os.getppid())
+        comm.Barrier()
+        found = _tried(comm)
+    return found
+
+
+def _tried(comm: Any) -> dict[int, str]:
+    device = RemoteHostDevice()
     word = np.frombuffer(os.urandom(16), np.uint8).copy()
     everyone = comm.allgather((device.export(word), word.tobytes()))
     (handle, start), told = everyone[comm.Get_rank() - 1]
@@ -75,5 +83,5 @@ def _failures(comm: Any, device: RemoteHostDevice) -> dict[int, str]:
     else:
         if seen.tobytes() != told:
             failure = "another process has its number here"
-    failures = comm.allgather(failure)  # and nobody lets go of its word before all have read
-    return {rank: each for rank, each in enumerate(failures) if each}
+    all_told = comm.allgather(failure)  # and nobody lets go of its word before all have read
+    return {rank: each for rank, each in enumerate(all_told) if each}

@@ -124,10 +124,7 @@ def _read(pid: int, here: Any, there: Any, length: int) -> None:
     got = _readv(pid, here, 1, there, 1, 0)
     if got != length:
         number = ctypes.get_errno() if got < 0 else errno.EFAULT
-        raise TransportError(
-            f"memory of process {pid} cannot be read: {os.strerror(number)} "
-            "(MPIRING_HOST_PATH=direct goes without)"
-        )
+        raise TransportError(f"memory of process {pid} cannot be read: {os.strerror(number)}")
 
 
 def _readable(src: Remote) -> bool:

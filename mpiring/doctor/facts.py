@@ -39,6 +39,8 @@ class Rank:
     rank: int = 0
     local_rank: int = 0
     library: str = ""
+    #: Why it cannot read the memory of another rank of its host; None: there is no other.
+    unread: str | None = None
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Rank:

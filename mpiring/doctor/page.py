@@ -19,8 +19,10 @@ from mpiring.doctor.verdict import (
     count,
     mebibytes,
     shm_needed,
+    unread,
     works,
 )
+from mpiring.schedule.catalog import READ_FROM
 from mpiring.transport import cudriver
 from mpiring.transport.launcher import disagreement
 from mpiring.transport.probe import PATHS, Outcome, Result, readable
@@ -195,6 +197,11 @@ def _gpu(facts: Facts) -> Iterator[Line]:
 
 
 def _paths(facts: Facts) -> Iterator[Line]:
+    if facts.here.unread is not None:
+        no = unread(facts)
+        how = "as messages" if no else "read where they are"
+        which = f"ranks of one host, from {mebibytes(READ_FROM)} on"
+        yield _row("host arrays", how, which, "note" if no else "")
     probe = facts.probe
     if probe is None:
         yield _row("not tried", "")

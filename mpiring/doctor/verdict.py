@@ -342,6 +342,23 @@ def _shared_gpus(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def unread(facts: Facts) -> list[Rank]:
+    """Ranks that cannot read the memory of another rank of their host."""
+    return [rank for rank in facts.ranks if rank.unread]
+
+
+def _reading(facts: Facts) -> Iterator[Finding]:
+    ranks = unread(facts)
+    if ranks:
+        yield _note(
+            "ranks cannot read each other's memory",
+            f"{ranks[0].unread}. Long host arrays travel as messages of MPI, which takes more "
+            "copies. The system may keep it for debuggers, a container may forbid it.",
+            "sysctl kernel.yama.ptrace_scope=0   # as root",
+            "docker run --cap-add=SYS_PTRACE ...",
+        )
+
+
 def _direct(facts: Facts) -> Iterator[Finding]:
     """What the probe says about device pointers, against what the library says of itself."""
     if facts.probe is None or not facts.gpus or "direct" not in facts.probe.paths:
@@ -456,6 +473,7 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _two_mpis,
     _launcher_on_path,
     _ranks_differ,
+    _reading,
     _shared_memory,
     _cores,
     _cupy,

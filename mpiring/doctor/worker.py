@@ -53,13 +53,28 @@ def main() -> None:
     mpi = replace(mpi, threads=THREADS[_levels(MPI).index(level)], query=_query(mpi.path))
     world = MPI.COMM_WORLD
     near = world.Split_type(MPI.COMM_TYPE_SHARED)
-    rank = replace(rank, rank=world.Get_rank(), local_rank=near.Get_rank(), library=mpi.library)
+    rank = replace(
+        rank,
+        rank=world.Get_rank(),
+        local_rank=near.Get_rank(),
+        library=mpi.library,
+        unread=_unread(near),
+    )
     near.Free()
     everyone = world.gather(asdict(rank), root=0)
     child.report(mpi=asdict(mpi), world_rank=rank.rank, world_size=world.Get_size())
     if everyone is not None:
         child.report(ranks=everyone)
     MPI.Finalize()
+
+
+def _unread(near: Any) -> str | None:
+    """Why this rank cannot read the memory of another one of its host."""
+    if near.Get_size() == 1:
+        return None
+    from mpiring.communicator.neighbours import failures
+
+    return failures(near).get(near.Get_rank(), "")
 
 
 def look_around() -> Rank:

@@ -202,6 +202,13 @@ CASES: list[tuple[str, Facts, Severity, str, str]] = [
         "export MPIRING_MPIEXEC",
     ),
     (
+        "_reading",
+        job(unread="memory of process 7 cannot be read: Operation not permitted"),
+        Severity.NOTE,
+        "ranks cannot read each other's memory",
+        "sysctl kernel.yama.ptrace_scope=0",
+    ),
+    (
         "_ranks_differ",
         replace(WELL, ranks=(RANK, replace(RANK, host="bee", python="3.10.1"))),
         Severity.WARNING,
@@ -513,6 +520,12 @@ def test_a_page_with_gpus_says_which_rank_uses_which() -> None:
 
 def test_an_answer_from_the_cache_shows_its_date() -> None:
     assert "Measured on 2020-01-02 03:04 UTC" in text(replace(WELL, fresh=False))
+
+
+def test_a_page_says_how_host_arrays_travel() -> None:
+    assert "host arrays" not in text(WELL)
+    assert "host arrays read where they are" in text(job(unread=""))
+    assert "host arrays as messages" in text(job(unread="not permitted"))
 
 
 def test_many_hosts_do_not_fill_the_page() -> None:
