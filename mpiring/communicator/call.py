@@ -60,9 +60,13 @@ def borrowing(call: Call) -> Call:
 
 
 class Memory:
-    """Bound collectives by what they were called with: method, addresses, sizes, dtypes, op."""
+    """Collectives by what they were called with: method, addresses, sizes, dtypes, op.
+
+    Blocking ones are kept bound, others as they were understood.
+    """
 
     def __init__(self) -> None:
+        self._understood: OrderedDict[tuple[Any, ...], Call] = OrderedDict()
         self._bound: OrderedDict[tuple[Any, ...], tuple[str, Execution]] = OrderedDict()
         self._scratch = 0
         mpi = sys.modules.get("mpi4py.MPI")
@@ -106,6 +110,18 @@ class Memory:
     def _device_array() -> Any:
         """CuPy's type of arrays. (Those of others are handed over by a protocol at every call.)"""
         return getattr(sys.modules.get("cupy"), "ndarray", None)
+
+    def understood(self, key: tuple[Any, ...] | None) -> Call | None:
+        if key is None or key not in self._understood:
+            return None
+        self._understood.move_to_end(key)
+        return self._understood[key]
+
+    def remember(self, key: tuple[Any, ...] | None, call: Call) -> None:
+        if key is not None:
+            self._understood[key] = replace(call, memory={})  # each call has its own
+            if len(self._understood) > KEPT:
+                self._understood.popitem(last=False)
 
     def get(self, key: tuple[Any, ...] | None) -> tuple[str, Execution] | None:
         if key is None or key not in self._bound:

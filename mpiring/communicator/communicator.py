@@ -1,8 +1,8 @@
 """``Communicator``: a drop-in for an mpi4py intracommunicator whose collectives are ours.
 
-One call walks straight down: understand the arguments, compare them with the
-other ranks' where they are new, pick and build the schedule, bind it to arrays,
-hand it to the engine. Blocking, non-blocking and persistent forms differ only in
+One call walks straight down: understand it (``understanding``), compare it with
+the other ranks' where it is new (``agreement``), bind it to arrays, hand it to the
+engine. Blocking, non-blocking and persistent forms differ only in
 what happens to the request afterwards.
 
 Traffic runs on a duplicate of the caller's communicator, so that the caller's
@@ -19,13 +19,12 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 
-from mpiring.communicator import ending, neighbours, operations, paths
+from mpiring.communicator import ending, neighbours, paths
 from mpiring.communicator.agreement import (
     HEAR_WITHIN,
     TELL_AFTER,
@@ -36,17 +35,10 @@ from mpiring.communicator.agreement import (
     complaint,
     name_ranks,
 )
-from mpiring.communicator.arguments import (
-    Operand,
-    integer,
-    integers,
-    is_in_place,
-    operand,
-    overlap,
-    vector_operand,
-)
+from mpiring.communicator.arguments import Operand, is_in_place, operand
 from mpiring.communicator.call import Call, Memory, borrowing
-from mpiring.communicator.operations import SUM, Operation
+from mpiring.communicator.operations import SUM
+from mpiring.communicator.understanding import Understanding
 from mpiring.device.base import Device
 from mpiring.device.host import HostDevice
 from mpiring.device.remote import RemoteHostDevice
@@ -61,9 +53,6 @@ from mpiring.errors import (
     TransportError,
 )
 from mpiring.schedule import catalog
-from mpiring.schedule.catalog import Mean, Plan
-from mpiring.schedule.chunks import Range, consecutive, split
-from mpiring.schedule.ops import Buffer
 from mpiring.task import Completion, Task
 from mpiring.transport.base import Transport
 
@@ -136,6 +125,16 @@ class Communicator:
             self._transport = comm
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
+        self._understand = Understanding(
+            self.rank,
+            self.size,
+            algorithm=self._algorithm,
+            segment=self._segment,
+            alone=self._alone,
+            path=self._path.path,
+            reader=self._reader,
+            device_of=self._device,
+        )
         # Half of the tags are for collectives that keep theirs. The others are taken in turn by
         # one-shot ones, and hold a trace of the signature: calls that differ do not match.
         half = self._transport.slots // 2
@@ -226,13 +225,11 @@ class Communicator:
         ``sendbuf``: array of any shape, or MPI.IN_PLACE (then ``recvbuf`` holds
         the contribution). ``recvbuf``: as many elements of the same dtype.
         """
-        self._block(
-            lambda: self._allreduce(sendbuf, recvbuf, op), "Allreduce", (sendbuf, recvbuf), op
-        )
+        self._block("Allreduce", self._understand.allreduce, (sendbuf, recvbuf), op)
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> Request:
         """As Allreduce, returning a request."""
-        return self._run(lambda: self._allreduce(sendbuf, recvbuf, op), "Iallreduce")
+        return self._run("Iallreduce", self._understand.allreduce, (sendbuf, recvbuf), op)
 
     def Allreduce_init(
         self, sendbuf: Any, recvbuf: Any, op: Any = SUM, info: Any = None
@@ -241,7 +238,7 @@ class Communicator:
 
         Here and in its siblings ``info`` stands where mpi4py has it, and is ignored.
         """
-        return self._bind(lambda: self._allreduce(sendbuf, recvbuf, op), "Allreduce_init")
+        return self._bind("Allreduce_init", self._understand.allreduce, (sendbuf, recvbuf), op)
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
         """Reduce all ranks' arrays of n equal blocks; rank r gets block r.
@@ -249,16 +246,13 @@ class Communicator:
         In place, ``recvbuf`` holds all n blocks, and the result is in its first.
         """
         self._block(
-            lambda: self._reduce_scatter_block(sendbuf, recvbuf, op),
-            "Reduce_scatter_block",
-            (sendbuf, recvbuf),
-            op,
+            "Reduce_scatter_block", self._understand.reduce_scatter_block, (sendbuf, recvbuf), op
         )
 
     def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> Request:
         """As Reduce_scatter_block, returning a request."""
         return self._run(
-            lambda: self._reduce_scatter_block(sendbuf, recvbuf, op), "Ireduce_scatter_block"
+            "Ireduce_scatter_block", self._understand.reduce_scatter_block, (sendbuf, recvbuf), op
         )
 
     def Reduce_scatter_block_init(
@@ -266,7 +260,10 @@ class Communicator:
     ) -> Request:
         """A persistent Reduce_scatter_block."""
         return self._bind(
-            lambda: self._reduce_scatter_block(sendbuf, recvbuf, op), "Reduce_scatter_block_init"
+            "Reduce_scatter_block_init",
+            self._understand.reduce_scatter_block,
+            (sendbuf, recvbuf),
+            op,
         )
 
     def Reduce_scatter(
@@ -282,10 +279,7 @@ class Communicator:
         """
         counts = self._counts(sendbuf, recvbuf, recvcounts)
         self._block(
-            lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op),
-            "Reduce_scatter",
-            (sendbuf, recvbuf),
-            *(op, counts),
+            "Reduce_scatter", self._understand.reduce_scatter, (sendbuf, recvbuf), counts, op
         )
 
     def Ireduce_scatter(
@@ -298,7 +292,7 @@ class Communicator:
         """As Reduce_scatter, returning a request."""
         counts = self._counts(sendbuf, recvbuf, recvcounts)
         return self._run(
-            lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op), "Ireduce_scatter"
+            "Ireduce_scatter", self._understand.reduce_scatter, (sendbuf, recvbuf), counts, op
         )
 
     def Reduce_scatter_init(
@@ -312,7 +306,7 @@ class Communicator:
         """A persistent Reduce_scatter."""
         counts = self._counts(sendbuf, recvbuf, recvcounts)
         return self._bind(
-            lambda: self._reduce_scatter(sendbuf, recvbuf, counts, op), "Reduce_scatter_init"
+            "Reduce_scatter_init", self._understand.reduce_scatter, (sendbuf, recvbuf), counts, op
         )
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
@@ -321,15 +315,15 @@ class Communicator:
         ``recvbuf`` has n times the elements of ``sendbuf``; in place, each rank's
         block is there already.
         """
-        self._block(lambda: self._allgather(sendbuf, recvbuf), "Allgather", (sendbuf, recvbuf))
+        self._block("Allgather", self._understand.allgather, (sendbuf, recvbuf))
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As Allgather, returning a request."""
-        return self._run(lambda: self._allgather(sendbuf, recvbuf), "Iallgather")
+        return self._run("Iallgather", self._understand.allgather, (sendbuf, recvbuf))
 
     def Allgather_init(self, sendbuf: Any, recvbuf: Any, info: Any = None) -> Request:
         """A persistent Allgather."""
-        return self._bind(lambda: self._allgather(sendbuf, recvbuf), "Allgather_init")
+        return self._bind("Allgather_init", self._understand.allgather, (sendbuf, recvbuf))
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
         """As Allgather with blocks of different sizes.
@@ -337,27 +331,27 @@ class Communicator:
         ``recvbuf``: ``[array, counts]``, ``[array, (counts, displs)]``, with or
         without a datatype; without counts, n blocks that differ by at most one.
         """
-        self._block(lambda: self._allgatherv(sendbuf, recvbuf), "Allgatherv", (sendbuf, recvbuf))
+        self._block("Allgatherv", self._understand.allgatherv, (sendbuf, recvbuf))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As Allgatherv, returning a request."""
-        return self._run(lambda: self._allgatherv(sendbuf, recvbuf), "Iallgatherv")
+        return self._run("Iallgatherv", self._understand.allgatherv, (sendbuf, recvbuf))
 
     def Allgatherv_init(self, sendbuf: Any, recvbuf: Any, info: Any = None) -> Request:
         """A persistent Allgatherv."""
-        return self._bind(lambda: self._allgatherv(sendbuf, recvbuf), "Allgatherv_init")
+        return self._bind("Allgatherv_init", self._understand.allgatherv, (sendbuf, recvbuf))
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """The array of ``root``, everywhere."""
-        self._block(lambda: self._bcast(buf, root), "Bcast", (buf,), root)
+        self._block("Bcast", self._understand.bcast, (buf,), root)
 
     def Ibcast(self, buf: Any, root: int = 0) -> Request:
         """As Bcast, returning a request."""
-        return self._run(lambda: self._bcast(buf, root), "Ibcast")
+        return self._run("Ibcast", self._understand.bcast, (buf,), root)
 
     def Bcast_init(self, buf: Any, root: int = 0, info: Any = None) -> Request:
         """A persistent Bcast."""
-        return self._bind(lambda: self._bcast(buf, root), "Bcast_init")
+        return self._bind("Bcast_init", self._understand.bcast, (buf,), root)
 
     # -- life -----------------------------------------------------------------------------
 
@@ -521,32 +515,7 @@ class Communicator:
         if self._agreement is not None:
             self._agreement.end_wait(of_all=True)
 
-    # -- understanding a call -------------------------------------------------------------
-
-    def _allreduce(self, sendbuf: Any, recvbuf: Any, op: Any) -> Call:
-        data, source, operation = self._reducible(sendbuf, recvbuf, op)
-        if source is not None and source.count != data.count:
-            raise ArgumentError(
-                f"recvbuf: {data.count} elements, but sendbuf has {source.count}; equal is needed"
-            )
-        if source is not None and overlap(source, data):
-            if source.extent != data.extent:
-                raise ArgumentError("sendbuf and recvbuf: overlap in part; use MPI.IN_PLACE")
-            source = None
-        return self._reduction(
-            "allreduce", split(0, data.count, self.size), data, source, operation
-        )
-
-    def _reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any) -> Call:
-        data, source, operation = self._reducible(sendbuf, recvbuf, op, blocks=self.size)
-        whole = source or data
-        block, rest = divmod(whole.count, self.size)
-        name = whole.name
-        if rest:
-            raise ArgumentError(
-                f"{name}: {whole.count} elements are no multiple of the {self.size} ranks"
-            )
-        return self._scatter([block] * self.size, data, source, operation)
+    # -- from a call to the engine --------------------------------------------------------
 
     def _counts(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None
@@ -563,169 +532,34 @@ class Communicator:
             if is_in_place(sendbuf):
                 raise ArgumentError("recvcounts: needed with MPI.IN_PLACE")
             own = operand(recvbuf, "recvbuf", writable=True).count
-            return self._allgather(np.array([own]), counts)
+            return self._understand.allgather(np.array([own]), counts)
 
-        self._run(understand, "counts of Reduce_scatter").Wait()
+        self._run("counts of Reduce_scatter", understand, ()).Wait()
         return tuple(counts.tolist())
 
-    def _reduce_scatter(
-        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int], op: Any
-    ) -> Call:
-        data, source, operation = self._reducible(sendbuf, recvbuf, op)
-        counts = integers(recvcounts, self.size, "recvcounts")
-        if min(counts) < 0:
-            raise ArgumentError(f"recvcounts: {counts} given; {self.size} counts from 0 are needed")
-        return self._scatter(counts, data, source, operation)
-
-    def _scatter(
-        self, counts: list[int], data: Operand, source: Operand | None, operation: Operation
-    ) -> Call:
-        whole, own = source or data, counts[self.rank]
-        if whole.count != sum(counts):
-            raise ArgumentError(
-                f"{whole.name}: {whole.count} elements, but the ranks' blocks have {sum(counts)}"
-            )
-        if data.count < own:
-            raise ArgumentError(f"recvbuf: {data.count} elements; {own} are needed")
-        if source is not None:
-            if overlap(source, data):
-                raise ArgumentError("sendbuf and recvbuf: overlap; use MPI.IN_PLACE")
-            if data.strided is not None and data.count != own:
-                raise ArgumentError(f"recvbuf: a strided array must have {own} elements")
-            data = replace(data, flat=data.flat[:own])
-        return self._reduction("reduce_scatter", consecutive(counts), data, source, operation)
-
-    def _allgather(self, sendbuf: Any, recvbuf: Any) -> Call:
-        data = operand(recvbuf, "recvbuf", writable=True, blocks=self.size)
-        block, rest = divmod(data.count, self.size)
-        if rest:
-            raise ArgumentError(
-                f"recvbuf: {data.count} elements are no multiple of the {self.size} ranks"
-            )
-        return self._gather(sendbuf, data, consecutive([block] * self.size))
-
-    def _allgatherv(self, sendbuf: Any, recvbuf: Any) -> Call:
-        return self._gather(
-            sendbuf, *vector_operand(recvbuf, "recvbuf", writable=True, blocks=self.size)
-        )
-
-    def _gather(self, sendbuf: Any, data: Operand, chunks: tuple[Range, ...]) -> Call:
-        start, stop = chunks[self.rank]
-        source = None
-        if not is_in_place(sendbuf):
-            source = operand(sendbuf, "sendbuf", writable=False)
-            _same_dtype(source, data)
-            if source.count != stop - start:
-                raise ArgumentError(
-                    f"sendbuf: {source.count} elements, but recvbuf has {stop - start} for each "
-                    f"of {self.size} ranks"
-                )
-            if overlap(source, data):
-                own = replace(data, flat=data.flat[start:stop])
-                if source.extent != own.extent:
-                    raise ArgumentError("sendbuf and recvbuf: overlap; use MPI.IN_PLACE")
-                source = None
-        plan = self._plan("allgather", chunks, data, source)
-        record = f"{plan.collective} of {_layout(chunks)} x {data.dtype}"
-        return self._packed(plan, data, source, None, record)
-
-    def _bcast(self, buf: Any, root: int) -> Call:
-        root = integer(root, "root")
-        data = operand(buf, "buf", writable=self.rank != root)
-        if not 0 <= root < self.size:
-            raise ArgumentError(f"root: {root} given; allowed are ranks 0 to {self.size - 1}")
-        plan = self._plan("bcast", split(0, data.count, self.size), data, None)._replace(root=root)
-        record = f"bcast of {data.count} x {data.dtype} from rank {root}"
-        call = self._packed(plan, data, None, None, record)
-        return replace(call, after=()) if self.rank == root else replace(call, before=())
-
-    def _reducible(
-        self, sendbuf: Any, recvbuf: Any, op: Any, blocks: int = 1
-    ) -> tuple[Operand, Operand | None, Operation]:
-        """A contribution of ``blocks`` blocks, and where the result goes."""
-        in_place = is_in_place(sendbuf)
-        data = operand(recvbuf, "recvbuf", writable=True, blocks=blocks if in_place else 1)
-        operation = operations.resolve(op)
-        operations.check(operation, data.dtype)
-        if in_place:
-            return data, None, operation
-        source = operand(sendbuf, "sendbuf", writable=False, blocks=blocks)
-        _same_dtype(source, data)
-        return data, source, operation
-
-    def _reduction(
+    def _run(
         self,
-        collective: str,
-        chunks: tuple[Range, ...],
-        data: Operand,
-        source: Operand | None,
-        operation: Operation,
-    ) -> Call:
-        plan = self._plan(collective, chunks, data, source)
-        record = f"{collective} of {_layout(chunks)} x {data.dtype}, {operation.name}"
-        if operation.mean:
-            first = operations.is_half(data.dtype)
-            plan = plan._replace(mean=Mean(first))
-            if first and source is not None:
-                return self._divided_first(plan, data, source, operation, record)
-        return self._packed(plan, data, source, operation, record)
+        label: str,
+        understand: Callable[..., Call],
+        buffers: tuple[Any, ...],
+        *parameters: Any,
+    ) -> Request:
+        """Begin a one-shot collective.
 
-    def _divided_first(
-        self, plan: Plan, data: Operand, source: Operand, operation: Operation, record: str
-    ) -> Call:
-        """A mean of 16-bit numbers divides the contribution itself, so it works on a copy."""
-        device = self._device(data)
-        whole = Operand("copy", device.scratch(source.count, data.dtype))
-        call = self._packed(plan._replace(in_place=True), whole, None, operation, record)
-        target = data.flat if data.strided is None else data.strided
-        origin = source.flat if source.strided is None else source.strided
-        result = whole.flat[: data.count]
-        return replace(call, before=((origin, whole.flat),), after=((result, target),))
-
-    def _plan(
-        self, collective: str, chunks: tuple[Range, ...], data: Operand, source: Operand | None
-    ) -> Plan:
-        itemsize = data.dtype.itemsize
-        count = sum(stop - start for start, stop in chunks)
-        algorithm = catalog.choose(collective, self.size, count * itemsize, self._algorithm)
-        plan = Plan(collective, algorithm, chunks, source is None)
-        if data.on_device:
-            usual = paths.SEGMENTS[self._path.path]
-        elif self._reads(plan, data):
-            usual = catalog.READ_SEGMENT
-        else:
-            usual = catalog.SEGMENT if self._alone else catalog.NETWORK_SEGMENT
-        return plan._replace(segment=max(1, (self._segment or usual) // itemsize))
-
-    def _packed(
-        self,
-        plan: Plan,
-        data: Operand,
-        source: Operand | None,
-        operation: Operation | None,
-        record: str,
-    ) -> Call:
-        """Copies in and out for arrays that are not contiguous."""
-        before, after = [], []
-        if source is not None and source.strided is not None:
-            before.append((source.strided, source.flat))
-        if data.strided is not None:
-            after.append((data.flat, data.strided))
-            if source is None:
-                before.append((data.strided, data.flat))
-        return Call(
-            plan.collective, plan, data, source, operation, record, tuple(before), tuple(after)
-        )
-
-    # -- from a call to the engine --------------------------------------------------------
-
-    def _run(self, understand: Callable[[], Call], label: str) -> Request:
-        """Begin a one-shot collective."""
+        What a call means is kept by the addresses that it was made with, as for blocking ones;
+        but each is bound anew, since several may be under way.
+        """
         number = self._number()
-        call, gates = self._agreed(number, understand, "non-blocking")
+        key = self._memory.key(label, buffers, parameters) if buffers else None
+        understood = self._memory.understood(key)
+        call, gates = self._agreed(
+            number, lambda: understood or understand(*buffers, *parameters), "non-blocking"
+        )
+        if understood is None and self._can_come_again(call):
+            self._memory.remember(key, borrowing(call))
         slot = number % self._turns * self._traces + crc32(call.record.encode()) % self._traces
         self._make_room(slot)
-        execution = self._execution(call, slot, label, persistent=False)
+        execution = self._execution(call, slot, label, keep=buffers)
         self._flying[slot] = Flight(number, execution)
         self._unwaited += 1
         entry = self._entry(call)
@@ -735,15 +569,21 @@ class Communicator:
         self._engine.start(execution, [*gates, *entry])
         return request
 
-    def _bind(self, understand: Callable[[], Call], label: str) -> Request:
+    def _bind(
+        self,
+        label: str,
+        understand: Callable[..., Call],
+        buffers: tuple[Any, ...],
+        *parameters: Any,
+    ) -> Request:
         """Make a persistent collective: compared over the ranks now, never when it starts."""
         number = self._number()
         self._prune()
-        call, gates = self._agreed(number, understand, "persistent")
+        call, gates = self._agreed(number, lambda: understand(*buffers, *parameters), "persistent")
         if gates:
             self._meet(number, f"{label} ({call.record})")
         slot = self._own_slot(number)
-        execution = self._execution(call, slot, label, persistent=True)
+        execution = self._execution(call, slot, label)
         flight = Flight(None, execution)
         starts, on_device = self._starts, call.data.on_device
         starts[slot] = 0
@@ -767,8 +607,8 @@ class Communicator:
 
     def _block(
         self,
-        understand: Callable[[], Call],
         label: str,
+        understand: Callable[..., Call],
         buffers: tuple[Any, ...],
         *parameters: Any,
     ) -> None:
@@ -792,13 +632,13 @@ class Communicator:
             if self._agreement is not None:
                 self._agreement.open(number, record)
         else:
-            call, gates = self._agreed(number, understand)
+            call, gates = self._agreed(number, lambda: understand(*buffers, *parameters))
             record = call.record
             if not self._can_come_again(call):
                 key = None
             if key is not None:
                 call = borrowing(call)
-            execution = self._execution(call, self._seen[record], label, persistent=True)
+            execution = self._execution(call, self._seen[record], label)
             gates += self._entry(call)
             self._memory.put(key, record, execution)
         slot = execution.binding.slot
@@ -831,45 +671,6 @@ class Communicator:
         self._calls += 1
         return self._calls
 
-    def _ready(self, call: Call, kind: str) -> Call:
-        """The call with its schedule and the memory that this needs.
-
-        As in MPI, ``kind`` of it (non-blocking, persistent) matches itself only.
-        """
-        device = self._device(call.data)
-        if call.input is not None and self._device(call.input) is not device:
-            raise ArgumentError(
-                f"{call.input.name}: on {self._device(call.input).kind}, but {call.data.name} is "
-                f"on {device.kind}; both on one device are needed"
-            )
-        record = f"{kind} {call.record}".lstrip()
-        if call.data.on_device:
-            record = f"{record}, on {device.kind}"
-            self._tell_path()
-            detour = paths.detour(self._path.path, device, call.buffers)
-            fuse = self._path.path == "peer"
-            schedule = catalog.diverted(call.plan, self.rank, detour, fuse=fuse)
-        elif self._reads(call.plan, call.data):
-            assert self._reader is not None
-            device = self._reader
-            detour = paths.detour("peer", device, call.buffers)
-            schedule = catalog.diverted(call.plan, self.rank, detour, fuse=True)
-        else:
-            schedule = catalog.schedule(call.plan, self.rank)
-        memory = {}
-        if schedule.scratch:
-            memory[Buffer.SCRATCH] = device.scratch(schedule.scratch, call.data.dtype)
-        if schedule.staging:
-            memory[Buffer.HOST] = device.staging(schedule.staging, call.data.dtype)
-        return replace(
-            call, record=record, kind=kind, schedule=schedule, memory=memory, device=device
-        )
-
-    def _reads(self, plan: Plan, data: Operand) -> bool:
-        """Whether ranks read each other's host memory. (On a ring: from the left neighbour's.)"""
-        nbytes = plan.chunks[-1][1] * data.dtype.itemsize
-        return self._reader is not None and plan.algorithm == "ring" and nbytes >= catalog.READ_FROM
-
     def _tell_path(self) -> None:
         if not self._path_told and self.rank == 0:
             print(f"mpiring: {self._path}", file=sys.stderr, flush=True)
@@ -882,7 +683,8 @@ class Communicator:
         # Another array at an address may be of another kind, which MPI must not be handed.
         return not (call.data.on_device and self._path.path == "direct")
 
-    def _execution(self, call: Call, slot: int, label: str, *, persistent: bool) -> Execution:
+    def _execution(self, call: Call, slot: int, label: str, keep: Any = None) -> Execution:
+        """``keep``: what a call that runs once must keep alive; others may run many times."""
         assert call.schedule is not None and call.device is not None
         binding = Binding(
             {**call.buffers, **call.memory},
@@ -891,7 +693,7 @@ class Communicator:
             slot,
             call.operation.reduction if call.operation else None,
             1.0 / self.size,
-            persistent,
+            keep is None,
         )
         return Execution(
             call.schedule,
@@ -899,7 +701,7 @@ class Communicator:
             before=_copies(call.device, call.before),
             after=_copies(call.device, call.after),
             label=f"{label} ({call.record})",
-            once=not persistent,
+            keep=keep,
         )
 
     def _entry(self, call: Call) -> list[Completion]:
@@ -974,7 +776,9 @@ class Communicator:
     ) -> tuple[Call, list[Completion]]:
         """Understand a call; what must be over before its data moves."""
         try:
-            call = self._ready(understand(), kind)
+            call = self._understand.ready(understand(), kind)
+            if call.data.on_device:
+                self._tell_path()
         except Exception as error:
             self._complain(number, error)
             raise
@@ -1137,21 +941,6 @@ class _Remembered:
 def _deserted(deserters: dict[int, str], label: str) -> MismatchError:
     left = "; ".join(f"rank {rank}: {how}" for rank, how in deserters.items())
     return MismatchError(f"ranks wait in {label}, but not all are left: {left}")
-
-
-def _same_dtype(source: Operand, data: Operand) -> None:
-    if source.dtype != data.dtype:
-        raise ArgumentError(
-            f"recvbuf: dtype {data.dtype}, but sendbuf has {source.dtype}; equal is needed"
-        )
-
-
-def _layout(chunks: tuple[Range, ...]) -> str:
-    """How many elements, and how they are shared out; where they lie is each rank's own affair."""
-    counts = [stop - start for start, stop in chunks]
-    total = sum(counts)
-    even = split(0, total, len(counts)) == consecutive(counts)
-    return str(total) if even else f"{total} as {counts}"
 
 
 def _recorded(device: Any, arrays: Iterable[Any]) -> list[Completion]:

@@ -14,10 +14,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpiring.device.base import Reduction
+from mpiring.device.pool import Pool
 from mpiring.errors import DtypeError
 from mpiring.task import READY, Completion, Task
 
 _CACHE_LINE = 64  # bytes
+
+#: Bytes of a piece of working memory that is kept while nobody uses it.
+_KEPT = 64 << 20
 
 #: Bytes that a core's own cache holds beside what else it needs.
 BLOCK = 256 << 10
@@ -56,6 +60,12 @@ class HostDevice:
     xp = np
     block = BLOCK
 
+    def __init__(self) -> None:
+        # Lent again, since the system takes its time to give a long piece anew, page by page.
+        self._pool = Pool(
+            lambda nbytes: self.empty(nbytes, np.uint8), settle=lambda: None, kept=_KEPT
+        )
+
     def empty(self, count: int, dtype: Any) -> np.ndarray:
         """As numpy.empty, starting on a cache line: ufuncs are slower elsewhere."""
         nbytes = count * np.dtype(dtype).itemsize
@@ -64,10 +74,13 @@ class HostDevice:
         return raw[start : start + nbytes].view(dtype)
 
     def scratch(self, count: int, dtype: Any) -> np.ndarray:
-        return self.empty(count, dtype)
+        lease = self._pool.take(max(1, count * np.dtype(dtype).itemsize), private=True)
+        return window(
+            np.ndarray, address_of(lease.piece.memory) + lease.piece.start, count, dtype, lease
+        )
 
     def staging(self, count: int, dtype: Any) -> np.ndarray:
-        return self.empty(count, dtype)
+        return self.scratch(count, dtype)
 
     def borrow(self, array: np.ndarray) -> np.ndarray:
         return window(np.ndarray, address_of(array), array.size, array.dtype)

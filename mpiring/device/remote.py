@@ -70,6 +70,7 @@ class RemoteHostDevice(HostDevice):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._landing = self.empty(self.block, np.uint8)
 
     def owns(self, array: np.ndarray) -> bool:

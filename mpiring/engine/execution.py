@@ -116,11 +116,12 @@ class Execution:
         before: Sequence[Task] = (),
         after: Sequence[Task] = (),
         label: str = "",
-        once: bool = False,
+        keep: object = None,
     ) -> None:
         """``before`` and ``after`` are local tasks around the schedule: packing and unpacking.
 
-        ``once``: it is never started again, and lets go of all memory at its end.
+        With ``keep`` it is never started again. It keeps that, and its own memory, alive until
+        its end.
         """
         rounds = [
             list(before),
@@ -133,7 +134,7 @@ class Execution:
         self.binding = binding
         self.schedule = schedule
         self.label = label
-        self._once = once
+        self._keep = keep
         self.finished = True
         self.error: BaseException | None = None
         self.nbytes_sent = schedule.sent * binding.buffers[Buffer.DATA].dtype.itemsize
@@ -161,7 +162,7 @@ class Execution:
                 moved = True
             if self._next == len(self._rounds):
                 self.finished = True
-                if self._once:
+                if self._keep is not None:
                     self._let_go()
                 return True
             starts, dones = self._rounds[self._next]
@@ -172,7 +173,7 @@ class Execution:
 
     def _let_go(self) -> None:
         """Whoever still holds this asks only how it ended."""
-        self._tasks, self._rounds, self._pending = [], [], []
+        self._tasks, self._rounds, self._pending, self._keep = [], [], [], None
         self.binding.buffers.clear()
 
     def cancel(self) -> None:
