@@ -6,11 +6,10 @@ import os
 import sys
 import traceback
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,8 +72,7 @@ def _run(benchmark: Benchmark, options: Namespace) -> int:
 
 def _measure_and_report(benchmark: Benchmark, options: Namespace, MPI: Any) -> int:
     world = World(MPI.COMM_WORLD.Dup())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    hosts = Counter(world.comm.allgather((MPI.Get_processor_name(), cores)))
+    hosts = _hosts(world.comm.allgather((MPI.Get_processor_name(), _cores())))
     # Files, packages and memory may differ between hosts: rank 0 looks, all obey.
     complaint = _complaint(options, world, hosts, MPI) if world.rank == 0 else None
     complaint = world.comm.bcast(complaint)
@@ -100,6 +98,25 @@ def _measure_and_report(benchmark: Benchmark, options: Namespace, MPI: Any) -> i
         who = ", ".join(dict.fromkeys(row.contender for row in wrong))
         raise Stop(f"WRONG RESULTS from {who}: see the columns 'right'\n", 1)
     return 0
+
+
+class Host(NamedTuple):
+    ranks: int
+    cores: int  #: that one rank or another may run on: each may be bound to its own
+
+
+def _hosts(everyone: Sequence[tuple[str, set[int]]]) -> list[Host]:
+    """From each rank's host and cores."""
+    found: dict[str, list[set[int]]] = {}
+    for name, cores in everyone:
+        found.setdefault(name, []).append(cores)
+    return [Host(len(each), len(set().union(*each))) for each in found.values()]
+
+
+def _cores() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def measure(benchmark: Benchmark, options: Namespace, world: World, mpi: str) -> Iterator[Row]:
@@ -137,9 +154,7 @@ def measure(benchmark: Benchmark, options: Namespace, world: World, mpi: str) ->
         )
 
 
-def _complaint(
-    options: Namespace, world: World, hosts: Counter[tuple[str, int]], MPI: Any
-) -> str | None:
+def _complaint(options: Namespace, world: World, hosts: Sequence[Host], MPI: Any) -> str | None:
     """What stands against measuring, found before it starts and not after half an hour."""
     for name in ("json", "plot"):
         path = getattr(options, name)
@@ -164,7 +179,7 @@ def _complaint(
     except ValueError:
         return f"--dtype {options.dtype}: this MPI library has no such datatype"
     # Contribution, work and expected result, and the scratch of the contenders.
-    needed = 4 * options.max * max(hosts.values())
+    needed = 4 * options.max * max(host.ranks for host in hosts)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         return (
@@ -175,10 +190,10 @@ def _complaint(
 
 
 def _heading(
-    benchmark: Benchmark, options: Namespace, ranks: int, hosts: Counter[tuple[str, int]], mpi: str
+    benchmark: Benchmark, options: Namespace, ranks: int, hosts: Sequence[Host], mpi: str
 ) -> str:
     """What was measured, and how to read it."""
-    shared = any(ranks > cores for (_, cores), ranks in hosts.items())
+    shared = any(host.ranks > host.cores for host in hosts)
     where = f"{ranks} rank{'s' * (ranks > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
     what = [benchmark.name, options.dtype, *([options.op] if benchmark.reduces else []), mpi, where]
     factor = benchmark.bus_factor(ranks)
