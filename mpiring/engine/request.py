@@ -124,18 +124,32 @@ class Request:
 
         Where none is: MPI.UNDEFINED, as MPI says it.
         """
-        for i, each in enumerate(requests):
-            if not isinstance(each, Request):
-                raise ArgumentError(f"requests: number {i} is no request of mpiring, but {each!r}")
-        open_ones = [i for i, r in enumerate(requests) if r._begun]
-        if not open_ones:
-            mpi = sys.modules.get("mpi4py.MPI")
-            return -1 if mpi is None else mpi.UNDEFINED
-        engine = requests[open_ones[0]]._engine
-        engine.wait(lambda: any(requests[i]._over() for i in open_ones))
-        index = next(i for i in open_ones if requests[i]._over())
-        requests[index].Wait()
-        return index
+        active = _active(requests)
+        _wait_for_any(active)
+        return _first_over(active)
+
+    @classmethod
+    def Testany(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, bool]:
+        """As ``Waitany`` without waiting: (index, whether one is over, or none under way)."""
+        active = _active(requests)
+        _poll_for_any(active)
+        index = _first_over(active)
+        return index, not active or index in active
+
+    @classmethod
+    def Waitsome(cls, requests: Sequence[Request], statuses: Any = None) -> list[int] | None:
+        """Wait for one, end all that are over, and return their indices; None where none is under
+        way. Of several errors the first in order is raised."""
+        active = _active(requests)
+        _wait_for_any(active)
+        return _all_over(active)
+
+    @classmethod
+    def Testsome(cls, requests: Sequence[Request], statuses: Any = None) -> list[int] | None:
+        """As ``Waitsome`` without waiting, so the list may be empty."""
+        active = _active(requests)
+        _poll_for_any(active)
+        return _all_over(active)
 
     @classmethod
     def Testall(cls, requests: Sequence[Request], statuses: Any = None) -> bool:
@@ -161,6 +175,36 @@ class Request:
         over = cls.Testall(requests)
         return over, [None] * len(requests) if over else None
 
+    @classmethod
+    def waitany(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, None]:
+        """As ``Waitany``, in mpi4py's lower-case form: (index, message)."""
+        return cls.Waitany(requests), None
+
+    @classmethod
+    def testany(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, bool, None]:
+        """As ``Testany``, in mpi4py's lower-case form: (index, flag, message)."""
+        return (*cls.Testany(requests), None)
+
+    @classmethod
+    def waitsome(
+        cls, requests: Sequence[Request], statuses: Any = None
+    ) -> tuple[list[int] | None, list[None] | None]:
+        """As ``Waitsome``, in mpi4py's lower-case form: (indices, messages)."""
+        return _with_messages(cls.Waitsome(requests))
+
+    @classmethod
+    def testsome(
+        cls, requests: Sequence[Request], statuses: Any = None
+    ) -> tuple[list[int] | None, list[None] | None]:
+        """As ``Testsome``, in mpi4py's lower-case form: (indices, messages)."""
+        return _with_messages(cls.Testsome(requests))
+
+    def Cancel(self) -> None:
+        """MPI allows no collective to be cancelled, since other ranks wait for it."""
+        raise ArgumentError("Cancel: a collective cannot be cancelled; Wait for it, or drop it")
+
+    cancel = Cancel
+
     def _over(self) -> bool:
         return self._execution is None or self._execution.finished
 
@@ -176,3 +220,46 @@ class Request:
                 error = self._on_end(error)
         if error is not None:
             raise error
+
+
+def _active(requests: Sequence[Request]) -> dict[int, Request]:
+    """Those that are under way, or over and not yet ended, by index."""
+    for i, each in enumerate(requests):
+        if not isinstance(each, Request):
+            raise ArgumentError(f"requests: number {i} is no request of mpiring, but {each!r}")
+    return {i: each for i, each in enumerate(requests) if each._begun}
+
+
+def _wait_for_any(active: dict[int, Request]) -> None:
+    for request in active.values():
+        request._engine.wait(lambda: any(each._over() for each in active.values()))
+        return
+
+
+def _poll_for_any(active: dict[int, Request]) -> None:
+    for request in active.values():
+        if request._over():
+            return
+        request._engine.poll()
+
+
+def _first_over(active: dict[int, Request]) -> int:
+    """End the first that is over, and tell its index; MPI.UNDEFINED if none is."""
+    for index, request in active.items():
+        if request._over():
+            request.Wait()
+            return index
+    mpi = sys.modules.get("mpi4py.MPI")
+    return -1 if mpi is None else mpi.UNDEFINED
+
+
+def _all_over(active: dict[int, Request]) -> list[int] | None:
+    over = [index for index, request in active.items() if request._over()]
+    Request.Waitall([active[index] for index in over])
+    return over if active else None
+
+
+def _with_messages(
+    indices: list[int] | None,
+) -> tuple[list[int] | None, list[None] | None]:
+    return indices, None if indices is None else [None] * len(indices)

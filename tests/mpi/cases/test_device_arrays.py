@@ -75,5 +75,7 @@ def test_ranks_that_ask_for_different_paths(comm: Any) -> None:
         return
     device = StreamDevice(VirtualDriver(comm.rank))
     wish = "direct" if comm.rank else "staged"
-    with pytest.raises(ArgumentError, match="gpu_path, host_path, MPIRING_CHECK: differ between ranks"):
+    with pytest.raises(
+        ArgumentError, match="gpu_path, host_path, MPIRING_CHECK: differ between ranks"
+    ):
         DeviceCommunicator(comm, device, gpu_path=wish)

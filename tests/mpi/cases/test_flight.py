@@ -179,7 +179,24 @@ def test_requests_in_lists(ring: Communicator) -> None:
     requests = [ring.Iallreduce(IN_PLACE, data) for data in datas]
     assert Request.waitall(requests) == [None] * 6
     assert Request.testall(requests) == (True, [None] * 6)
+    for some in (Request.Waitsome, Request.Testsome, lambda all_: Request.testsome(all_)[0]):
+        requests = [ring.Iallreduce(IN_PLACE, data) for data in datas]
+        ended: list[int] = []
+        while (indices := some(requests)) is not None:
+            assert not any(requests[index] for index in indices)
+            ended += indices
+        assert sorted(ended) == list(range(6)) and not any(requests)
+    requests, ended = [ring.Iallreduce(IN_PLACE, data) for data in datas], []
+    while any(requests):
+        index, one = Request.Testany(requests)
+        assert one == (index != MPI.UNDEFINED)
+        ended += [index] * one
+    assert sorted(ended) == list(range(6))
+    assert Request.testany(requests) == (MPI.UNDEFINED, True, None)
+    assert Request.waitsome(requests) == (None, None)
     request = ring.Iallreduce(IN_PLACE, datas[0])
+    with pytest.raises(ArgumentError, match="cannot be cancelled"):
+        request.Cancel()
     while not request.test()[0]:
         pass
     assert request.wait() is None and request.Test() and request.Wait()
