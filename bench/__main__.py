@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from bench import allgather, allreduce, exchange, persistent, reduce_scatter, report
 from bench.case import Benchmark, Problem, Row, World
+from bench.entry import Host, enter, files_complaint, hosts, library, place
 from bench.measure import Clock
 from bench.options import Stop, counts, parse
-from mpiring.transport.launcher import disagreement, launched
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
@@ -27,65 +26,26 @@ BENCHMARKS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit code, the same on every rank."""
-    try:
-        benchmark, options = parse(BENCHMARKS, sys.argv[1:] if arguments is None else arguments)
-        return _run(benchmark, options)
-    except Stop as stop:
-        if _rank() == 0:
-            print(stop.text, end="", file=sys.stderr if stop.code else sys.stdout, flush=True)
-        return stop.code
+    given = sys.argv[1:] if arguments is None else arguments
+    return enter(lambda: parse(BENCHMARKS, given), _measure_and_report)
 
 
-def _rank() -> int:
-    """This process among those that were launched; 0 where there is no launcher and no MPI."""
-    if launch := launched():
-        return launch.rank
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):
-        return 0
-    return MPI.COMM_WORLD.Get_rank()
-
-
-def _run(benchmark: Benchmark, options: Namespace) -> int:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise Stop(
-            f"mpi4py or its MPI library is missing ({error}); "
-            "install both with: pip install mpi4py mpich\n",
-            2,
-        ) from None
-    if trouble := disagreement(launched(), MPI.COMM_WORLD.Get_size()):
-        raise Stop(f"{trouble}\n", 2)
-    try:
-        return _measure_and_report(benchmark, options, MPI)
-    except Stop:
-        raise
-    except BaseException:
-        # The other ranks may be waiting for this one: only an abort ends them.
-        traceback.print_exc()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
-        raise
-
-
-def _measure_and_report(benchmark: Benchmark, options: Namespace, MPI: Any) -> int:
+def _measure_and_report(chosen: tuple[Benchmark, Namespace], MPI: Any) -> int:
+    benchmark, options = chosen
     world = World(MPI.COMM_WORLD.Dup())
-    hosts = _hosts(world.comm.allgather((MPI.Get_processor_name(), _cores())))
+    found = hosts(world.comm, MPI)
     # Files, packages and memory may differ between hosts: rank 0 looks, all obey.
-    complaint = _complaint(options, world, hosts, MPI) if world.rank == 0 else None
+    complaint = _complaint(options, world, found, MPI) if world.rank == 0 else None
     complaint = world.comm.bcast(complaint)
     if complaint:
         raise Stop(f"python -m bench {benchmark.name}: error: {complaint}\n", 2)
 
-    name, version = MPI.get_vendor()
-    mpi = f"{name} {'.'.join(map(str, version))}"
+    mpi = library(MPI)
     rows = list(measure(benchmark, options, world, mpi))
     world.close()
     world.comm.Free()
     if world.rank == 0:
-        print(_heading(benchmark, options, world.size, hosts, mpi))
+        print(_heading(benchmark, options, found, mpi))
         print(report.table(rows), flush=True)
         if options.json:
             report.write_json(options.json, [asdict(row) for row in rows])
@@ -98,25 +58,6 @@ def _measure_and_report(benchmark: Benchmark, options: Namespace, MPI: Any) -> i
         who = ", ".join(dict.fromkeys(row.contender for row in wrong))
         raise Stop(f"WRONG RESULTS from {who}: see the columns 'right'\n", 1)
     return 0
-
-
-class Host(NamedTuple):
-    ranks: int
-    cores: int  #: that one rank or another may run on: each may be bound to its own
-
-
-def _hosts(everyone: Sequence[tuple[str, set[int]]]) -> list[Host]:
-    """From each rank's host and cores."""
-    found: dict[str, list[set[int]]] = {}
-    for name, cores in everyone:
-        found.setdefault(name, []).append(cores)
-    return [Host(len(each), len(set().union(*each))) for each in found.values()]
-
-
-def _cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def measure(benchmark: Benchmark, options: Namespace, world: World, mpi: str) -> Iterator[Row]:
@@ -156,24 +97,10 @@ def measure(benchmark: Benchmark, options: Namespace, world: World, mpi: str) ->
 
 def _complaint(options: Namespace, world: World, hosts: Sequence[Host], MPI: Any) -> str | None:
     """What stands against measuring, found before it starts and not after half an hour."""
-    for name in ("json", "plot"):
-        path = getattr(options, name)
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if path.is_dir():
-            return f"--{name} {path}: that is a folder"
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            return f"--{name} {path}: there is no folder {folder} that can be written to"
-    if options.plot:
-        if world.size == 1:
-            return "--plot draws bus bandwidth, which one rank has not; start at least two"
-        try:
-            from bench.plot import formats
-        except ImportError:
-            return "--plot needs matplotlib; install it with: pip install matplotlib"
-        if options.plot.suffix not in formats():
-            return f"--plot {options.plot}: the name has to end in one of {' '.join(formats())}"
+    if options.plot and world.size == 1:
+        return "--plot draws bus bandwidth, which one rank has not; start at least two"
+    if complaint := files_complaint(options):
+        return complaint
     try:
         MPI.Datatype.fromcode(np.dtype(options.dtype).char)
     except ValueError:
@@ -189,20 +116,18 @@ def _complaint(options: Namespace, world: World, hosts: Sequence[Host], MPI: Any
     return None
 
 
-def _heading(
-    benchmark: Benchmark, options: Namespace, ranks: int, hosts: Sequence[Host], mpi: str
-) -> str:
+def _heading(benchmark: Benchmark, options: Namespace, hosts: Sequence[Host], mpi: str) -> str:
     """What was measured, and how to read it."""
-    shared = any(host.ranks > host.cores for host in hosts)
-    where = f"{ranks} rank{'s' * (ranks > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
-    what = [benchmark.name, options.dtype, *([options.op] if benchmark.reduces else []), mpi, where]
+    ranks = sum(host.ranks for host in hosts)
+    operation = [options.op] if benchmark.reduces else []
+    what = [benchmark.name, options.dtype, *operation, mpi, place(hosts)]
     factor = benchmark.bus_factor(ranks)
     bus = "n/a for one rank"
     if factor is not None:
         bus = f"algbw x {benchmark.bus_factor} = algbw x {factor:.4g}"
     measured = [name for name in benchmark.yardsticks if name in options.contenders]
     lines = [
-        ", ".join(what) + (" (more ranks than cores)" if shared else ""),
+        ", ".join(what),
         "time: median over repetitions, each that of its slowest rank; "
         "right: every element of every repetition",
         f"GB/s (1e9 bytes): algbw = size / time, busbw = {bus}",
