@@ -1,0 +1,184 @@
+"""What ``steps`` has measured: its rows, as tables and as a picture. Nothing here needs MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.report import aligned, size
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mode: a line of the JSON file. Times are in milliseconds, sizes in bytes.
+
+    A time is the median over repetitions, each that of its slowest rank.
+    """
+
+    mode: str
+    idea: str
+    step_ms: float
+    exposed_ms: float  #: starting, polling, waiting
+    update_ms: float  #: 0 where servers update, which is exposed
+    compute_ms: float  #: the rest
+    alone_ms: float  #: what is exposed of the same step with nothing to compute
+    hidden_percent: float | None
+    speedup: float  #: over the first row
+    started: float  #: collectives, or messages to and from servers; by the rank that starts most
+    sent: float  #: the mean over ranks
+    sent_formula: float
+    sent_text: str
+    busiest: float  #: by the rank that sends most
+    busiest_formula: float
+    busiest_text: str
+    state: int  #: of the optimizer's, on the rank that holds most
+    state_formula: float
+    state_text: str
+    wrong: int  #: elements, over all ranks and repetitions
+    repeats: int
+    min_ms: float
+    q1_ms: float
+    q3_ms: float
+
+
+def heading(setting: Mapping[str, Any]) -> str:
+    """What was measured, and how to read it."""
+    n, k, share = setting["ranks"], setting["micro_batches"], setting["share_ms"]
+    return f"""\
+steps, float32, {setting["mpi"]}, n = {setting["place"]}
+{setting["layers"]} layers, S = {size(setting["bytes"])} of gradients, K = {k} micro-batches
+
+Every mode takes the same optimizer step: n shares of {share:g} ms each are computed, one by each
+rank. Computing is emulated (the rank sleeps and polls); exchange and update are real.
+
+step      median over repetitions, each that of its slowest rank
+speedup   over accumulation, where one rank does the work of all; at most n = {n}
+update    of the values, by each rank; servers' updates are exposed, as workers wait for them
+exposed   time in which a rank could only communicate: starting, polling, waiting
+compute   the rest of the step
+alone     exposed communication of the same step when there is nothing to compute
+hidden    (t_comm + t_comp - t_both) / min(t_comm, t_comp), where t_comm = alone, t_both = step,
+          t_comp = compute + update
+started   collectives, or messages to and from servers
+sent      measured; to the byte what a count of the messages says, or this run would have failed
+"""
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """One of times, one of what was started, sent and held."""
+
+    def column(title: str, text: Callable[[Row], str]) -> list[str]:
+        return [title, *map(text, rows)]
+
+    def beside(name: str) -> list[list[str]]:
+        """A number of bytes, and its formula."""
+
+        def text(row: Row) -> str:
+            return getattr(row, f"{name}_text")
+
+        longest = max(len(text(row)) for row in rows)
+        return [
+            column("measured", lambda row: size(round(getattr(row, name)))),
+            column("formula", lambda row: size(round(getattr(row, f"{name}_formula")))),
+            column("", lambda row: f"= {text(row)}".ljust(longest + 2) if text(row) else ""),
+        ]
+
+    def exchanged(text: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: text(row) if row.started else "-"
+
+    longest = max(len(row.mode) for row in rows)
+    names = column("mode".ljust(longest), lambda row: row.mode.ljust(longest))
+    times = {
+        "": [names],
+        "time of a step, ms": [
+            column("step", lambda row: f"{row.step_ms:.1f}"),
+            column("speedup", lambda row: f"{row.speedup:.2f}x"),
+            column("compute", lambda row: f"{row.compute_ms:.1f}"),
+            column("update", lambda row: f"{row.update_ms:.1f}" if row.update_ms else "-"),
+            column("exposed", exchanged(lambda row: f"{row.exposed_ms:.1f}")),
+        ],
+        "communication": [
+            column("alone, ms", exchanged(lambda row: f"{row.alone_ms:.1f}")),
+            column("hidden", exchanged(lambda row: percent(row.hidden_percent))),
+        ],
+    }
+    moved = {
+        "": [names, column("started", exchanged(lambda row: f"{row.started:g}"))],
+        "sent, mean of all ranks": beside("sent"),
+        "sent by the busiest rank": beside("busiest"),
+        "state of the optimizer": beside("state"),
+    }
+    right = all(row.wrong == 0 for row in rows)
+    return "\n".join(
+        [
+            *aligned(times),
+            "",
+            *aligned(moved),
+            "",
+            f"right, every element of {rows[0].repeats} repetitions: {'yes' if right else 'NO'}",
+        ]
+    )
+
+
+def percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.0f} %"
+
+
+# Okabe and Ito's palette: told apart by colour-blind readers, and in grey.
+_COMPUTE, _UPDATE, _EXPOSED, _BYTES = "#9DB8CC", "#56789A", "#D55E00", "#0072B2"
+
+
+def draw(rows: Sequence[Row], setting: Mapping[str, Any], path: Path) -> None:
+    """A bar for each mode: what a step is made of; and what the busiest link carries."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.0, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2.1, 1), sharey=True)
+    places = range(len(rows))
+    first, others = rows[0], rows[1:]
+    # The first bar, n times as long as it could be, would leave no room to see the others.
+    edge = min(1.0, 1.35 * max(row.step_ms for row in others) / first.step_ms) * first.step_ms
+    before = [0.0] * len(rows)
+    for label, colour, part in (
+        ("compute (emulated)", _COMPUTE, [row.compute_ms for row in rows]),
+        ("update", _UPDATE, [row.update_ms for row in rows]),
+        ("exposed communication", _EXPOSED, [row.exposed_ms for row in rows]),
+    ):
+        left.barh(places, part, 0.62, left=before, color=colour, label=label)
+        before = [start + length for start, length in zip(before, part)]
+    left.set_xlim(0, edge * 1.22)
+    for place, row in zip(places, rows):
+        text = f"{row.step_ms:.0f} ms" + (f",  {row.speedup:.1f}x" if row is not first else "")
+        if row.step_ms > edge:
+            left.text(edge * 1.2, place, f"{text}  \u2192", va="center", ha="right", color="white")
+        else:
+            left.text(row.step_ms + edge * 0.012, place, text, va="center", ha="left")
+    left.set_yticks(places, [row.mode for row in rows])
+    left.invert_yaxis()
+    left.set_xlabel("time of a step (ms)")
+    left.set_title("What a step is made of", loc="left", fontsize=11)
+    left.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, -0.27), ncols=3)
+
+    mib = [row.busiest / 2**20 for row in rows]
+    right.barh(places, mib, 0.62, color=_BYTES)
+    for place, row, sent in zip(places, rows, mib):
+        text = f"{sent:.3g}  =  {row.busiest_text}" if row.busiest else "0"
+        right.text(sent + max(mib) * 0.02, place, text, va="center")
+    right.set_xlim(0, max(mib) * 1.7)
+    right.set_xlabel("MiB sent by the busiest rank")
+    right.set_title("What its network carries", loc="left", fontsize=11)
+    right.tick_params(axis="y", length=0)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(True, axis="x", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.suptitle(
+        f"One optimizer step on n = {setting['place']}, S = {size(setting['bytes'])} of gradients, "
+        f"K = {setting['micro_batches']} micro-batches, {setting['mpi']}",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=130)
