@@ -227,7 +227,7 @@ class Mode:
 MODES = (
     Mode(
         "accumulation",
-        "a rank by itself computes the shares of all n, one after the other",
+        "one rank computes the shares of all n, one after the other",
         sequential,
         sent=NOTHING,
         busiest=NOTHING,
@@ -238,11 +238,15 @@ MODES = (
         "a share each; gradients are summed over ranks after backward",
         partial(all_reduced, overlap=False),
     ),
-    Mode("per-gradient", "behind backward, each gradient as soon as it is there", one_by_one),
-    Mode("buckets", "behind backward, many gradients in one collective", all_reduced),
+    Mode(
+        "per-gradient",
+        "each gradient is summed as soon as it is there, behind backward",
+        one_by_one,
+    ),
+    Mode("buckets", "the same, with many gradients in one collective", all_reduced),
     Mode(
         "sync-every",
-        "the share in K micro-batches, and buckets after each of them",
+        "K micro-batches in a share, gradients summed behind each",
         all_reduced,
         sent=EVERY,
         busiest=EVERY,
@@ -251,24 +255,24 @@ MODES = (
     ),
     Mode(
         "no-sync",
-        "the share in K micro-batches, and buckets after the last only",
+        "K micro-batches in a share, gradients summed behind the last",
         all_reduced,
         division=one_after_the_other,
     ),
     Mode(
         "server",
-        "as buckets, but rank 0 sums and updates for all; it works too",
+        "as buckets, but rank 0 sums and updates for all, and works too",
         partial(served, servers="colocated:1"),
         busiest=SERVER,
     ),
     Mode(
         "colocated",
-        "as server, but every rank serves a part of the values",
+        "the same, with every rank the server of its part",
         partial(served, servers="colocated"),
     ),
     Mode(
         "zero",
-        "as buckets, but a rank updates its part only, and gathers the rest",
+        "as buckets, but each rank sums and updates its part; all gather",
         sharded,
         state=SHARD,
     ),
@@ -433,10 +437,10 @@ def alone(mode: Mode) -> str:
 
 
 def bucket_limits(wish: float | None, nbytes: int) -> Limits:
-    """From MiB asked for, or the defaults of the library; but no fewer than four buckets of all."""
+    """From MiB asked for, or the library's own; then of all gradients an eighth at most."""
     if wish is not None:
         return Limits(*[max(1, int(wish * MIB))] * 2)
-    return Limits(*(max(1, min(limit, nbytes // 4)) for limit in (FIRST_BUCKET, BUCKET)))
+    return Limits(*(max(1, min(limit, nbytes // 8)) for limit in (FIRST_BUCKET, BUCKET)))
 
 
 def check(name: str, ranks: Sequence[Account]) -> None:
@@ -519,7 +523,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     add(
         "--bucket-mb",
         type=at_least(above, float),
-        help="MiB of a bucket (the library's 1, then 25; at most a quarter of all)",
+        help="MiB of a bucket (1, then 25, as elsewhere; but at most an eighth of all)",
     )
     add("--repeats", type=at_least(1, int), metavar="N", help="(as many as the budget allows)")
     add("--warmup", type=at_least(1, int), default=2, metavar="N", help="not counted (2)")

@@ -126,59 +126,63 @@ def percent(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.0f} %"
 
 
-# Okabe and Ito's palette: told apart by colour-blind readers, and in grey.
-_COMPUTE, _UPDATE, _EXPOSED, _BYTES = "#9DB8CC", "#56789A", "#D55E00", "#0072B2"
+# Of Okabe and Ito's palette, and two greys: told apart by colour-blind readers.
+_PARTS = (
+    ("compute, emulated", "#C3CBD3", "compute_ms"),
+    ("update", "#7B8794", "update_ms"),
+    ("exposed communication", "#D55E00", "exposed_ms"),
+)
+_SENT = "#0072B2"
+_HEIGHT = 0.46
 
 
 def draw(rows: Sequence[Row], setting: Mapping[str, Any], path: Path) -> None:
-    """A bar for each mode: what a step is made of; and what the busiest link carries."""
+    """A bar for each mode: what its step is made of, and what its busiest rank sends."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.0, 5.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(2.1, 1), sharey=True)
+    figure = Figure(figsize=(11.0, 6.4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2.2, 1), sharey=True)
     places = range(len(rows))
-    first, others = rows[0], rows[1:]
-    # The first bar, n times as long as it could be, would leave no room to see the others.
-    edge = min(1.0, 1.35 * max(row.step_ms for row in others) / first.step_ms) * first.step_ms
-    before = [0.0] * len(rows)
-    for label, colour, part in (
-        ("compute (emulated)", _COMPUTE, [row.compute_ms for row in rows]),
-        ("update", _UPDATE, [row.update_ms for row in rows]),
-        ("exposed communication", _EXPOSED, [row.exposed_ms for row in rows]),
-    ):
-        left.barh(places, part, 0.62, left=before, color=colour, label=label)
-        before = [start + length for start, length in zip(before, part)]
-    left.set_xlim(0, edge * 1.22)
+    # The first bar may be so much longer than the others that it would leave these no room.
+    first, others = rows[0].step_ms, max(row.step_ms for row in rows[1:])
+    limit = 1.2 * max(first, others) if first < 1.8 * others else 1.5 * others
+    ends = [0.0] * len(rows)
+    for label, colour, part in _PARTS:
+        lengths = [getattr(row, part) for row in rows]
+        left.barh(places, lengths, _HEIGHT, left=ends, color=colour, label=label)
+        ends = [end + length for end, length in zip(ends, lengths)]
     for place, row in zip(places, rows):
-        text = f"{row.step_ms:.0f} ms" + (f",  {row.speedup:.1f}x" if row is not first else "")
-        if row.step_ms > edge:
-            left.text(edge * 1.2, place, f"{text}  \u2192", va="center", ha="right", color="white")
+        text = f"{row.step_ms:.0f} ms" + (f"   {row.speedup:.1f}x" if place else "")
+        if row.step_ms > limit:
+            left.text(0.985 * limit, place, f"{text} \u2192", va="center", ha="right")
         else:
-            left.text(row.step_ms + edge * 0.012, place, text, va="center", ha="left")
+            left.text(row.step_ms + 0.012 * limit, place, text, va="center")
+        left.text(0.004 * limit, place - 0.37, row.idea, va="center", fontsize=8, color="#555555")
+    left.set_xlim(0, limit)
+    left.set_ylim(len(rows) - 0.6, -0.7)
     left.set_yticks(places, [row.mode for row in rows])
-    left.invert_yaxis()
-    left.set_xlabel("time of a step (ms)")
+    left.set_xlabel("time of a step (ms), and how many times faster than the first")
     left.set_title("What a step is made of", loc="left", fontsize=11)
-    left.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, -0.27), ncols=3)
+    figure.legend(loc="outside lower left", frameon=False, ncols=3)
 
-    mib = [row.busiest / 2**20 for row in rows]
-    right.barh(places, mib, 0.62, color=_BYTES)
-    for place, row, sent in zip(places, rows, mib):
-        text = f"{sent:.3g}  =  {row.busiest_text}" if row.busiest else "0"
-        right.text(sent + max(mib) * 0.02, place, text, va="center")
-    right.set_xlim(0, max(mib) * 1.7)
+    sent = [row.busiest / 2**20 for row in rows]
+    right.barh(places, sent, _HEIGHT, color=_SENT)
+    for place, row, mib in zip(places, rows, sent):
+        text = f"{mib:.1f}".removesuffix(".0") + (f" = {row.busiest_text}" if row.busiest else "")
+        right.text(mib + 0.02 * max(sent), place, text, va="center")
+    right.set_xlim(0, 1.75 * max(sent))
     right.set_xlabel("MiB sent by the busiest rank")
     right.set_title("What its network carries", loc="left", fontsize=11)
     right.tick_params(axis="y", length=0)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(True, axis="x", color="#dddddd", linewidth=0.8)
+        axes.grid(True, axis="x", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
     figure.suptitle(
-        f"One optimizer step on n = {setting['place']}, S = {size(setting['bytes'])} of gradients, "
-        f"K = {setting['micro_batches']} micro-batches, {setting['mpi']}",
-        x=0.01,
+        f"One optimizer step, n = {setting['place']}, S = {size(setting['bytes'])} of gradients, "
+        f"K = {setting['micro_batches']} micro-batches",
+        x=0.012,
         ha="left",
-        fontsize=11,
+        fontsize=12.5,
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=120)
