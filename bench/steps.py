@@ -510,24 +510,59 @@ def parse(arguments: Sequence[str]) -> Namespace:
         formatter_class=RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    above = 1e-3
-    add("--mib", type=at_least(above, float), default=16.0, help="MiB of all gradients (16)")
-    add("--layers", type=at_least(1, int), default=32, help="a weight and a bias each (32)")
+    add(
+        "--mib",
+        type=at_least(1e-3, float),
+        default=16.0,
+        help="MiB of all gradients (default: 16)",
+    )
+    add(
+        "--layers",
+        type=at_least(1, int),
+        default=32,
+        metavar="N",
+        help="of the network, a weight and a bias each (default: 32)",
+    )
     add(
         "--compute-ms",
         type=at_least(0, float),
         default=60.0,
-        help="for a rank's share of a step, a third of it forward (60)",
+        metavar="MS",
+        help="to compute a rank's share of the step, a third of it forward (default: 60)",
     )
-    add("--accumulate", type=at_least(1, int), default=4, metavar="K", help="micro-batches (4)")
+    add(
+        "--accumulate",
+        type=at_least(1, int),
+        default=4,
+        metavar="K",
+        help="micro-batches in a share, for sync-every and no-sync (default: 4)",
+    )
     add(
         "--bucket-mb",
-        type=at_least(above, float),
-        help="MiB of a bucket (1, then 25, as elsewhere; but at most an eighth of all)",
+        type=at_least(1e-3, float),
+        metavar="MIB",
+        help="MiB of a bucket (default: the library's 1, then 25; at most an eighth of all)",
     )
-    add("--repeats", type=at_least(1, int), metavar="N", help="(as many as the budget allows)")
-    add("--warmup", type=at_least(1, int), default=2, metavar="N", help="not counted (2)")
-    add("--budget", type=at_least(0, float), default=20.0, metavar="SECONDS", help="in all (20)")
+    add(
+        "--repeats",
+        type=at_least(1, int),
+        metavar="N",
+        help="repetitions (default: as many as the budget allows)",
+    )
+    add(
+        "--warmup",
+        type=at_least(1, int),
+        default=2,
+        metavar="N",
+        help="repetitions before those that count (default: 2)",
+    )
+    add(
+        "--budget",
+        type=at_least(0, float),
+        default=20.0,
+        metavar="SECONDS",
+        help="aim at this much time in all (default: 20)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the rows there too")
     add("--plot", type=Path, metavar="FILE.png", help="draw them (matplotlib)")
     return parser.parse_args(arguments)
@@ -580,5 +615,9 @@ def run(options: Namespace, MPI: Any) -> int:
     return 0
 
 
+def main(arguments: Sequence[str]) -> int:
+    return enter(lambda: parse(arguments), run)
+
+
 if __name__ == "__main__":
-    sys.exit(enter(lambda: parse(sys.argv[1:]), run))
+    sys.exit(main(sys.argv[1:]))

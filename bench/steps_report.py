@@ -117,7 +117,8 @@ def tables(rows: Sequence[Row]) -> str:
             "",
             *aligned(moved),
             "",
-            f"right, every element of {rows[0].repeats} repetitions: {'yes' if right else 'NO'}",
+            f"right: {'yes' if right else 'NO'} (every element, repetition after repetition; "
+            f"{rows[0].repeats} of them)",
         ]
     )
 
