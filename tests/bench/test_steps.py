@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import network as network_module
 from bench.measure import Statistic
 from bench.network import Network, gradient_sizes
 from bench.options import Stop
@@ -69,11 +70,36 @@ def test_accumulated_gradients_are_right_and_a_missing_batch_is_seen() -> None:
         assert network.wrong() == (0 if accumulate else network.values.size)
 
 
-def test_computing_takes_its_time_and_polls() -> None:
-    network, polls = Network([10, 10], micro_batches=1), []
-    for _ in network.run(network.batch([0]), 0.003, False, lambda: polls.append(None)):
+class Clock:
+    """In the place of the module ``time``: only sleeping and what the test does take time."""
+
+    now = 100.0
+    late = 0.0  #: by which a sleep is too long
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + self.late
+
+
+def test_computing_takes_its_time_whatever_sleeping_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, polled = Clock(), []
+    monkeypatch.setattr(network_module, "time", clock)
+    network = Network([100, 300], micro_batches=1)
+    batch = network.batch([0])
+    begin = clock.now
+    ready = []
+    for _ in network.run(batch, 1.2, False, lambda: polled.append(clock.now)):
+        ready.append(clock.now - begin)
+        clock.now += 0.5  # in a call of the exchange, which keeps it from computing
+    assert ready == pytest.approx([0.4 + 0.2, 0.4 + 0.2 + 0.5 + 0.6])
+    assert clock.now - begin == pytest.approx(1.2 + 2 * 0.5)
+    assert max(np.diff([begin, *polled])) < 0.51
+    clock.late, begin = 0.03, clock.now
+    for _ in network.run(batch, 1.2, False, lambda: None):
         pass
-    assert len(polls) >= 3  # after forward, and after each layer
+    assert clock.now - begin < 1.2 + 0.031  # not once for each layer
 
 
 # -- the count --------------------------------------------------------------------------------
