@@ -407,7 +407,7 @@ def measure(world: Any, options: Namespace) -> list[Row]:
     clock = Clock(world, cases)
     clock.warm_up(options.warmup)
     steps = clock.run(options.repeats, options.budget)
-    medians = {
+    typicals = {
         name: typical(np.array(world.allgather(times[-steps[name].repeats :])))
         for name, times in parts.items()
     }
@@ -418,18 +418,22 @@ def measure(world: Any, options: Namespace) -> list[Row]:
         check(each.mode.name, ranks)
     first = steps[MODES[0].name].median
     return [
-        row(each.mode, ranks, steps, medians, first, network.nbytes, k)
+        row(each.mode, ranks, steps, typicals, first, network.nbytes, k)
         for each, ranks in zip(contenders, accounts)
     ]
 
 
 def typical(times: Array) -> Times:
-    """The medians over repetitions of what the slowest rank's step is made of.
+    """What the slowest rank's step is made of: the mean over the middle half of repetitions.
 
-    ``times``: of shape (ranks, repetitions, 3).
+    ``times``: of shape (ranks, repetitions, 3). Parts of one and the same step add up; medians
+    of each part would not.
     """
-    slowest = times[:, :, 0].argmax(axis=0)
-    return Times(*np.median(times[slowest, np.arange(len(slowest))], axis=0).tolist())
+    repetitions = np.arange(times.shape[1])
+    slowest = times[times[:, :, 0].argmax(axis=0), repetitions]
+    quarter = len(repetitions) // 4
+    middle = slowest[:, 0].argsort()[quarter : len(repetitions) - quarter]
+    return Times(*slowest[middle].mean(axis=0).tolist())
 
 
 def alone(mode: Mode) -> str:

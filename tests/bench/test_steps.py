@@ -123,9 +123,9 @@ def test_bytes_that_differ_are_an_error() -> None:
             check("naive", [right, right._replace(sent=wrong)])
 
 
-def test_parts_are_those_of_the_slowest_rank() -> None:
-    fast, slow = (5.0, 4.0, 0.5), (7.0, 2.0, 1.0)
-    times = np.array([[fast, slow, slow], [slow, fast, fast]])
+def test_parts_are_those_of_the_slowest_rank_in_ordinary_repetitions() -> None:
+    fast, slow, stray = (5.0, 4.0, 0.5), (7.0, 2.0, 1.0), (90.0, 80.0, 5.0)
+    times = np.array([[fast, slow, slow, stray], [slow, fast, fast, fast]])
     assert typical(times) == Times(*slow)
 
 
