@@ -158,7 +158,15 @@ def draw(rows: Sequence[Row], setting: Mapping[str, Any], path: Path) -> None:
             left.text(0.985 * limit, place, f"{text} \u2192", va="center", ha="right")
         else:
             left.text(row.step_ms + 0.012 * limit, place, text, va="center")
-        left.text(0.004 * limit, place - 0.37, row.idea, va="center", fontsize=8, color="#555555")
+        left.text(
+            0.004 * limit,
+            place - 0.37,
+            row.idea,
+            va="center",
+            fontsize=8,
+            color="#555555",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
     left.set_xlim(0, limit)
     left.set_ylim(len(rows) - 0.6, -0.7)
     left.set_yticks(places, [row.mode for row in rows])
