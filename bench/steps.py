@@ -426,8 +426,7 @@ def measure(world: Any, options: Namespace) -> list[Row]:
 def typical(times: Array) -> Times:
     """What the slowest rank's step is made of: the mean over the middle half of repetitions.
 
-    ``times``: of shape (ranks, repetitions, 3). Parts of one and the same step add up; medians
-    of each part would not.
+    ``times``: of shape (ranks, repetitions, 3). Means add up, as medians of each part would not.
     """
     repetitions = np.arange(times.shape[1])
     slowest = times[times[:, :, 0].argmax(axis=0), repetitions]
@@ -468,7 +467,7 @@ def row(
     accumulate: int,
 ) -> Row:
     n = len(ranks)
-    step, (_, exposed, update) = steps[mode.name], parts[mode.name]
+    step, (whole, exposed, update) = steps[mode.name], parts[mode.name]
     communication = parts[alone(mode)].exposed
     sent = [account.sent for account in ranks]
 
@@ -481,9 +480,9 @@ def row(
         step_ms=step.median * 1e3,
         exposed_ms=exposed * 1e3,
         update_ms=update * 1e3,
-        compute_ms=(step.median - exposed - update) * 1e3,
+        compute_ms=(whole - exposed - update) * 1e3,
         alone_ms=communication * 1e3,
-        hidden_percent=hidden_percent(communication, step.median - exposed, step.median),
+        hidden_percent=hidden_percent(communication, whole - exposed, whole),
         speedup=first / step.median,
         started=max(account.started for account in ranks),
         sent=sum(sent) / n,

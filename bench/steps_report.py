@@ -14,7 +14,8 @@ from bench.report import aligned, size
 class Row:
     """A mode: a line of the JSON file. Times are in milliseconds, sizes in bytes.
 
-    A time is the median over repetitions, each that of its slowest rank.
+    A step's time is the median over repetitions, each that of its slowest rank; that of its parts
+    the mean over the middle half of them.
     """
 
     mode: str
@@ -53,14 +54,15 @@ steps, float32, {setting["mpi"]}, n = {setting["place"]}
 Every mode takes the same optimizer step: n shares of {share:g} ms each are computed, one by each
 rank. Computing is emulated (the rank sleeps and polls); exchange and update are real.
 
-step      median over repetitions, each that of its slowest rank
+step      median over repetitions, each that of its slowest rank; parts are means over the
+          middle half of them
 speedup   over accumulation, where one rank does the work of all; at most n = {n}
 update    of the values, by each rank; servers' updates are exposed, as workers wait for them
 exposed   time in which a rank could only communicate: starting, polling, waiting
 compute   the rest of the step
 alone     exposed communication of the same step when there is nothing to compute
-hidden    (t_comm + t_comp - t_both) / min(t_comm, t_comp), where t_comm = alone, t_both = step,
-          t_comp = compute + update
+hidden    (t_comm + t_comp - t_both) / min(t_comm, t_comp), where t_comm = alone,
+          t_comp = compute + update, t_both = t_comp + exposed
 started   collectives, or messages to and from servers
 sent      measured; to the byte what a count of the messages says, or this run would have failed
 """
