@@ -9,7 +9,8 @@ The network is emulated (``network``), the exchange is not. Every mode runs twic
 is, and *alone*, with nothing to compute, which tells how much there is to hide.
 
 When all runs are over, what each rank has sent is compared with a count message by message. The
-formulas in the table are those of large buckets and equal shares.
+formulas in the table are those of the ring and of equal shares: gradients that are short by
+themselves are summed by recursive doubling, which sends more.
 """
 
 from __future__ import annotations

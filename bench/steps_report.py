@@ -156,10 +156,10 @@ def draw(rows: Sequence[Row], setting: Mapping[str, Any], path: Path) -> None:
         ends = [end + length for end, length in zip(ends, lengths)]
     for place, row in zip(places, rows):
         text = f"{row.step_ms:.0f} ms" + (f"   {row.speedup:.1f}x" if place else "")
-        if row.step_ms > limit:
+        if ends[place] > limit:
             left.text(0.985 * limit, place, f"{text} \u2192", va="center", ha="right")
         else:
-            left.text(row.step_ms + 0.012 * limit, place, text, va="center")
+            left.text(ends[place] + 0.012 * limit, place, text, va="center")
         left.text(
             0.004 * limit,
             place - 0.37,
@@ -179,7 +179,9 @@ def draw(rows: Sequence[Row], setting: Mapping[str, Any], path: Path) -> None:
     sent = [row.busiest / 2**20 for row in rows]
     right.barh(places, sent, _HEIGHT, color=_SENT)
     for place, row, mib in zip(places, rows, sent):
-        text = f"{mib:.1f}".removesuffix(".0") + (f" = {row.busiest_text}" if row.busiest else "")
+        more = row.busiest > 1.01 * row.busiest_formula  # short gradients, see steps.py
+        formula = f" {'>' if more else '='} {row.busiest_text}" if row.busiest else ""
+        text = f"{mib:.1f}".removesuffix(".0") + formula
         right.text(mib + 0.02 * max(sent), place, text, va="center")
     right.set_xlim(0, 1.75 * max(sent))
     right.set_xlabel("MiB sent by the busiest rank")
