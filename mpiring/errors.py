@@ -31,6 +31,12 @@ class TransportError(MpiringError, RuntimeError):
     """Bytes did not arrive as agreed."""
 
 
+class Unread(TransportError):
+    """Another rank's memory could not be read, but for the first ``done`` elements."""
+
+    done = 0
+
+
 class StallError(MpiringError, TimeoutError):
     """A wait ended because nothing moved for longer than the limit set."""
 

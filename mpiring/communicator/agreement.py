@@ -10,7 +10,7 @@ A call seen before is not compared: it costs nothing. If ranks differ there, som
 of them stand still, and a rank that stands still looks at the records that have
 come, then sends its own: so ranks which wait for different things find out.
 
-Records travel point-to-point on a communicator of their own. A record that
+Records travel point-to-point, with a tag and a communicator that no array does. A record that
 nobody asked for is answered with one's own for that number, once. Before that
 communicator is freed, ``part`` sees to it that no record is left on its way:
 MPI gives its tag space to the next communicator that is made.
@@ -33,16 +33,19 @@ from mpiring.errors import (
     MismatchError,
     MpiringError,
     StallError,
+    TransportError,
 )
 
 #: Seconds without movement after which a rank tells the others what it is in.
 TELL_AFTER = 1.0
 #: Seconds for which a rank that knows of a mistake waits to hear from the others.
 HEAR_WITHIN = 5.0
+#: Of all messages here; others of the communicator may carry something else.
+TAG = 0
 _KEPT = 1024  # records of ended calls that can still be asked for
 _COMPLAINT = "!"
 #: Errors that stay what they are when all ranks raise them; others become ArgumentError.
-_COMPLAINTS = {each.__name__: each for each in (DtypeError, DeviceError)}
+_COMPLAINTS = {each.__name__: each for each in (DtypeError, DeviceError, TransportError)}
 
 
 class Farewell(NamedTuple):
@@ -75,6 +78,12 @@ class Agreement:
         if number in self._theirs:
             self._answer(number, list(self._theirs[number]))
 
+    def amend(self, number: int, record: str) -> None:
+        """What has become of call ``number`` here after all: told to every rank, once more."""
+        self._mine[number] = record
+        self._told.pop(number, None)
+        self.tell(number)
+
     def close(self, farewell: Farewell) -> None:
         """This rank makes no call any more."""
         self._farewell = farewell
@@ -101,7 +110,7 @@ class Agreement:
             told.add(peer)
             last = self._farewell is not None and self._farewell.number == number
             message = (number, self._mine[number], self._farewell if last else None)
-            self._sending.append(self._control.isend(message, peer))
+            self._sending.append(self._control.isend(message, peer, TAG))
 
     def wait_for(self, number: int) -> None:
         """Tell the others of call ``number``, and listen in every poll until they have told."""
@@ -124,7 +133,7 @@ class Agreement:
         """Take in the records that have come; answer those that were not asked for."""
         self.sent()
         moved = False
-        while (message := self._control.improbe()) is not None:
+        while (message := self._control.improbe(tag=TAG)) is not None:
             from mpi4py import MPI
 
             status = MPI.Status()

@@ -27,6 +27,7 @@ import numpy as np
 from mpiring.communicator import ending, neighbours, paths
 from mpiring.communicator.agreement import (
     HEAR_WITHIN,
+    TAG,
     TELL_AFTER,
     Agreed,
     Agreement,
@@ -122,7 +123,7 @@ class Communicator:
             if neighbours.wish(host_path) == "peer":
                 self._reader = RemoteHostDevice()
             self._path = paths.choose([paths.Standing(paths.wish(gpu_path))])
-            self._transport = comm
+            self._transport, self._answers = comm, comm.duplicate()
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
         self._understand = Understanding(
@@ -148,8 +149,6 @@ class Communicator:
         self._starts: dict[int, int] = {}  # of persistent collectives, by slot
         self._path_told = False
         self._peers: dict[Device, Transport] = {}
-        peers = self._reader is not None or self._path.path == "peer"
-        self._answers = self._transport.duplicate() if peers else None
         self._damaged = False  # an error may have left messages that nobody will take
         self._seen: OrderedDict[str, int] = OrderedDict()  # record -> slot of blocking calls
         self._memory = Memory()
@@ -202,16 +201,19 @@ class Communicator:
                     "algorithm, segment, gpu_path, host_path, MPIRING_CHECK: differ between ranks: "
                     f"rank 0: {everyone[0][1]}; rank {rank}: {theirs}"
                 )
+        # Whatever may be refused comes before the duplicates, of which MPI has not many.
         self._path = paths.choose([standing for *_, standing in everyone])
+        node = node_of(comm)
+        self._reader = neighbours.reader(comm, host_wish, node.alone)
+        self._engine.yields |= node.crowded
+        self._alone = node.alone
         self._comm = comm
         self._private = [comm.Dup(), comm.Dup()]
         for private in self._private:
             private.Set_errhandler(MPI.ERRORS_RETURN)
-        self._transport = MpiTransport(self._private[0])
-        node = node_of(self._private[1])
-        self._engine.yields |= node.crowded
-        self._alone = node.alone
-        self._reader = neighbours.reader(self._private[1], host_wish, node.alone)
+        self._transport, self._answers = (
+            MpiTransport(private, reserved=TAG + 1) for private in self._private
+        )
         self._agreement = Agreement(self._private[1], self._engine)
         ending.attend(self, comm.Get_size())
         if progress == "thread":
@@ -431,7 +433,7 @@ class Communicator:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        for transport in (*self._lent, *([self._answers] if self._answers else [])):
+        for transport in self._lent:
             transport.free()
         if not damaged:
             for private in self._private:
@@ -559,7 +561,7 @@ class Communicator:
             self._memory.remember(key, borrowing(call))
         slot = number % self._turns * self._traces + crc32(call.record.encode()) % self._traces
         self._make_room(slot)
-        execution = self._execution(call, slot, label, keep=buffers)
+        execution = self._execution(call, slot, label, once=True, keep=buffers)
         self._flying[slot] = Flight(number, execution)
         self._unwaited += 1
         entry = self._entry(call)
@@ -683,8 +685,9 @@ class Communicator:
         # Another array at an address may be of another kind, which MPI must not be handed.
         return not (call.data.on_device and self._path.path == "direct")
 
-    def _execution(self, call: Call, slot: int, label: str, keep: Any = None) -> Execution:
-        """``keep``: what a call that runs once must keep alive; others may run many times."""
+    def _execution(
+        self, call: Call, slot: int, label: str, *, once: bool = False, keep: Any = None
+    ) -> Execution:
         assert call.schedule is not None and call.device is not None
         binding = Binding(
             {**call.buffers, **call.memory},
@@ -693,7 +696,7 @@ class Communicator:
             slot,
             call.operation.reduction if call.operation else None,
             1.0 / self.size,
-            keep is None,
+            persistent=not once,
         )
         return Execution(
             call.schedule,
@@ -701,6 +704,7 @@ class Communicator:
             before=_copies(call.device, call.before),
             after=_copies(call.device, call.after),
             label=f"{label} ({call.record})",
+            once=once,
             keep=keep,
         )
 
@@ -729,7 +733,6 @@ class Communicator:
     def _peer_transport(self, device: Any) -> Transport:
         from mpiring.transport.peer import PeerTransport
 
-        assert self._answers is not None
         return PeerTransport(self._transport, self._answers, device)
 
     def _make_room(self, slot: int) -> None:
@@ -835,7 +838,10 @@ class Communicator:
         self._damaged = True
         if agreement is None or self._check == "0" or not isinstance(error, TransportError):
             return error
-        return self._heard_verdict(number) or error
+        verdict = self._heard_verdict(number)
+        if verdict is None:  # all called the same, and it went wrong here: others may wait for it
+            agreement.amend(number, complaint(error))
+        return verdict or error
 
     def _heard_verdict(self, number: int) -> Exception | None:
         """The verdict on a call in which something is wrong, once the others have spoken."""

@@ -30,7 +30,8 @@ from mpiring.errors import ArgumentError
 from mpiring.schedule import catalog
 from mpiring.schedule.catalog import Mean, Plan
 from mpiring.schedule.chunks import Range, consecutive, split
-from mpiring.schedule.ops import Buffer, Schedule
+from mpiring.schedule.ops import Buffer
+from mpiring.schedule.staging import NO_DETOUR
 
 
 class Understanding:
@@ -257,18 +258,16 @@ class Understanding:
         record = f"{kind} {call.record}".lstrip()
         if call.data.on_device:
             record = f"{record}, on {device.kind}"
-            schedule = self._diverted(call, self._path, device)
+            detour = paths.detour(self._path, device, call.buffers)
+            fuse = self._path == "peer"
+            schedule = catalog.diverted(call.plan, self.rank, detour, fuse=fuse)
         elif self._reads(call.plan, call.data):
             assert self._reader is not None
             device = self._reader
-            schedule = self._diverted(call, "peer", device)
+            schedule = catalog.diverted(call.plan, self.rank, NO_DETOUR, fuse=True)
         else:
             schedule = catalog.schedule(call.plan, self.rank)
         return replace(call, record=record, kind=kind, schedule=schedule, device=device)
-
-    def _diverted(self, call: Call, path: str, device: Device) -> Schedule:
-        detour = paths.detour(path, device, call.buffers)
-        return catalog.diverted(call.plan, self.rank, detour, fuse=path == "peer")
 
     def _reads(self, plan: Plan, data: Operand) -> bool:
         """Whether ranks read each other's host memory. (On a ring: from the left neighbour's.)"""

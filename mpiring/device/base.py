@@ -43,11 +43,6 @@ class Device(Protocol):
         """numpy, or a module that follows it."""
         ...
 
-    @property
-    def block(self) -> int:
-        """Bytes of an array that are worked on at once where several passes go over it."""
-        ...
-
     def empty(self, count: int, dtype: Any) -> Array:
         """``count`` uninitialised elements that this library may hand to MPI."""
         ...
@@ -71,6 +66,22 @@ class Device(Protocol):
     def reduce(self, src: Array, dst: Array, op: Reduction) -> Task:
         """``dst = src (op) dst``."""
         ...
+
+    def reduced(
+        self, src: Array, dst: Array, op: Reduction, factor: float | None = None
+    ) -> list[Task]:
+        """``dst = src (op) dst``, then times ``factor`` if there is one."""
+        tasks = [self.reduce(src, dst, op)]
+        return tasks if factor is None else [*tasks, self.scale(dst, factor)]
+
+    def combine(
+        self, src: Array, own: Array | None, dst: Array, op: Reduction, factor: float | None
+    ) -> list[Task]:
+        """The tasks, one after the other, of ``dst = src (op) dst`` for a ``src`` of another rank
+        that this one can read; with ``own``, of ``dst = own (op) src``."""
+        if own is None:
+            return self.reduced(src, dst, op, factor)
+        return [self.copy(src, dst), *self.reduced(own, dst, op, factor)]
 
     def copy(self, src: Array, dst: Array) -> Task:
         """``dst = src``; either may be a staging array."""

@@ -13,18 +13,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpiring.device.base import Reduction
-from mpiring.device.pool import Pool
+from mpiring.device.base import Device, Reduction
+from mpiring.device.pool import SLAB, Pool
 from mpiring.errors import DtypeError
 from mpiring.task import READY, Completion, Task
 
 _CACHE_LINE = 64  # bytes
-
-#: Bytes of a piece of working memory that is kept while nobody uses it.
-_KEPT = 64 << 20
-
-#: Bytes that a core's own cache holds beside what else it needs.
-BLOCK = 256 << 10
 
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -53,31 +47,24 @@ class HostTask:
         return True
 
 
-class HostDevice:
+class HostDevice(Device):
     """The host's memory, through NumPy."""
 
     kind = "host"
     xp = np
-    block = BLOCK
 
     def __init__(self) -> None:
-        # Lent again, since the system takes its time to give a long piece anew, page by page.
-        self._pool = Pool(
-            lambda nbytes: self.empty(nbytes, np.uint8), settle=lambda: None, kept=_KEPT
-        )
+        # Short pieces are lent again: the system takes its time to give one anew, page by page.
+        self._pool = Pool(_aligned, settle=lambda: None, kept=SLAB)
 
     def empty(self, count: int, dtype: Any) -> np.ndarray:
         """As numpy.empty, starting on a cache line: ufuncs are slower elsewhere."""
-        nbytes = count * np.dtype(dtype).itemsize
-        raw = np.empty(nbytes + _CACHE_LINE, np.uint8)
-        start = -address_of(raw) % _CACHE_LINE
-        return raw[start : start + nbytes].view(dtype)
+        return _aligned(count * np.dtype(dtype).itemsize).view(dtype)
 
     def scratch(self, count: int, dtype: Any) -> np.ndarray:
         lease = self._pool.take(max(1, count * np.dtype(dtype).itemsize), private=True)
-        return window(
-            np.ndarray, address_of(lease.piece.memory) + lease.piece.start, count, dtype, lease
-        )
+        address = address_of(lease.piece.memory) + lease.piece.start
+        return window(np.ndarray, address, count, dtype, lease)
 
     def staging(self, count: int, dtype: Any) -> np.ndarray:
         return self.scratch(count, dtype)
@@ -97,6 +84,12 @@ class HostDevice:
 
     def scale(self, dst: np.ndarray, factor: float) -> Task:
         return HostTask(partial(np.multiply, dst, dst.dtype.type(factor), dst))
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    raw = np.empty(nbytes + _CACHE_LINE, np.uint8)
+    start = -address_of(raw) % _CACHE_LINE
+    return raw[start : start + nbytes]
 
 
 def _reducer(src: np.ndarray, dst: np.ndarray, op: Reduction) -> Callable[[], Any]:

@@ -22,7 +22,6 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -30,7 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpiring.device.base import Array, Reduction
+from mpiring.device.base import Array, Device, Reduction
 from mpiring.device.pool import Lease, Pool
 from mpiring.task import READY, Completion, Task
 
@@ -147,13 +146,10 @@ class Recorded:
         self.done: Callable[[], bool] = partial(driver.query, event)
 
 
-class StreamDevice:
+class StreamDevice(Device):
     """A ``Device`` over a driver. Host arrays that it meets are over when the call is."""
 
     def __init__(self, driver: Driver) -> None:
-        self.kind = driver.kind
-        self.xp = driver.xp
-        self.block = sys.maxsize  # a pass costs a launch
         self.driver = driver
         self._memory = Pool(
             lambda nbytes: driver.allocate(nbytes, "u1"), driver.settle, driver.shared
@@ -161,6 +157,14 @@ class StreamDevice:
         self._pinned = Pool(
             lambda nbytes: driver.pinned(nbytes, "u1"), driver.settle, kept=PINNED_KEPT
         )
+
+    @property
+    def kind(self) -> str:
+        return self.driver.kind
+
+    @property
+    def xp(self) -> ModuleType:
+        return self.driver.xp
 
     def empty(self, count: int, dtype: Any) -> Array:
         """``count`` uninitialised elements in memory that MPI and other processes may see.

@@ -70,36 +70,24 @@ class Binding:
                         peer,
                         self.slot,
                         persistent=self.persistent,
-                        combine=lambda source: self._combined(op, source),
+                        combine=lambda source, start: self._combined(op, source, start),
                     )
                 ]
             case Reduce(src, dst, scaled):
-                return self._reduced(self.view(src), self.view(dst), scaled)
+                assert self.reduction is not None
+                factor = self.factor if scaled else None
+                return self.device.reduced(self.view(src), self.view(dst), self.reduction, factor)
             case Copy(src, dst):
                 return [self.device.copy(self.view(src), self.view(dst))]
             case Scale(dst):
                 return [self.device.scale(self.view(dst), self.factor)]
 
-    def _combined(self, op: RecvReduce, source: Any) -> list[Task]:
-        """What brings the sender's ``source`` and the operand of this rank together."""
-        dst = self.view(op.dst)
-        if op.src is None:
-            return self._reduced(source, dst, op.scaled)
-        # Block by block, so that what has been brought is in the cache when it is reduced.
-        src, block = self.view(op.src), max(1, self.device.block // dst.dtype.itemsize)
-        tasks = []
-        for at in range(0, dst.size, block):
-            part = slice(at, min(at + block, dst.size))
-            tasks.append(self.device.copy(source[part], dst[part]))
-            tasks += self._reduced(src[part], dst[part], op.scaled)
-        return tasks
-
-    def _reduced(self, src: Any, dst: Any, scaled: bool) -> list[Task]:
+    def _combined(self, op: RecvReduce, source: Any, start: int) -> list[Task]:
+        """What joins the sender's elements from ``start`` on, ``source``, with this rank's."""
         assert self.reduction is not None
-        tasks = [self.device.reduce(src, dst, self.reduction)]
-        if scaled:
-            tasks.append(self.device.scale(dst, self.factor))
-        return tasks
+        own = None if op.src is None else self.view(op.src)[start:]
+        factor = self.factor if op.scaled else None
+        return self.device.combine(source, own, self.view(op.dst)[start:], self.reduction, factor)
 
 
 Call = Callable[[], Any]
@@ -116,12 +104,13 @@ class Execution:
         before: Sequence[Task] = (),
         after: Sequence[Task] = (),
         label: str = "",
+        once: bool = False,
         keep: object = None,
     ) -> None:
         """``before`` and ``after`` are local tasks around the schedule: packing and unpacking.
 
-        With ``keep`` it is never started again. It keeps that, and its own memory, alive until
-        its end.
+        ``once``: it is never started again, and lets go of all memory at its end, and of
+        ``keep``, what is to stay alive until then.
         """
         rounds = [
             list(before),
@@ -134,7 +123,7 @@ class Execution:
         self.binding = binding
         self.schedule = schedule
         self.label = label
-        self._keep = keep
+        self._once, self._keep = once, keep
         self.finished = True
         self.error: BaseException | None = None
         self.nbytes_sent = schedule.sent * binding.buffers[Buffer.DATA].dtype.itemsize
@@ -162,7 +151,7 @@ class Execution:
                 moved = True
             if self._next == len(self._rounds):
                 self.finished = True
-                if self._keep is not None:
+                if self._once:
                     self._let_go()
                 return True
             starts, dones = self._rounds[self._next]

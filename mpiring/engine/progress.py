@@ -56,6 +56,7 @@ class ProgressEngine:
         self._kept: list[object] = []
         self._thread: threading.Thread | None = None
         self._watchers: list[Callable[[float], None]] = []
+        self._advancing = False  # an execution, just now
         self._fruitless = 0  # polls in a row that moved nothing, though something is under way
         self._since = 0.0  # when their number was _PATIENCE
 
@@ -187,6 +188,9 @@ class ProgressEngine:
             time.sleep(0 if moved else 50e-6 if busy else 1e-3)
 
     def _advance(self, execution: Execution) -> bool:
+        if self._advancing:  # a reduction of the caller's polls: its turn is not over
+            return False
+        self._advancing = True
         try:
             moved = execution.advance()
         except BaseException as error:
@@ -195,6 +199,8 @@ class ProgressEngine:
             if not isinstance(error, Exception):
                 raise
             return True
+        finally:
+            self._advancing = False
         if execution.finished:
             self._active.pop(execution, None)
             for instrument in self.instruments:

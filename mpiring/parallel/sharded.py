@@ -55,7 +55,8 @@ class ShardedReducer(Exchange):
 
         for parameter in backward: sharded.ready(parameter)
         sharded.finish()
-        sharded.update(optimizer.update)  # an optimizer over ``count`` elements
+        optimizer.steps += 1
+        sharded.update(optimizer.update)  # of ``nn.optim``, over ``count`` elements
 
     after which every rank has the same values.
     """

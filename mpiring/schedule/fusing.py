@@ -14,6 +14,8 @@ same, so ranks need not agree on what each has fused.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+
 from mpiring.schedule.ops import (
     Buffer,
     Op,
@@ -31,10 +33,11 @@ from mpiring.schedule.ops import (
 def fused(schedule: Schedule) -> Schedule:
     """``schedule`` with receives that reduce; for transports that can."""
     rounds = [list(ops) for ops in schedule.rounds]
+    waiting = _reductions(rounds)
     for number, ops in enumerate(rounds):
         for position, op in enumerate(ops):
             if isinstance(op, Recv):
-                later = _reduction(rounds, number, op)
+                later = _reduction(rounds, number, op, waiting)
                 if later is not None:
                     at, reduce = later
                     ops[position] = _joined(op, reduce)
@@ -48,25 +51,39 @@ def _joined(recv: Recv, reduce: Reduce) -> RecvReduce:
     return RecvReduce(recv.peer, reduce.dst, reduce.scaled, own)
 
 
-def _reduction(rounds: list[list[Op]], number: int, recv: Recv) -> tuple[int, Reduce] | None:
+def _reductions(rounds: list[list[Op]]) -> dict[Span, deque[tuple[int, Reduce]]]:
+    """By the span that a receive may have filled: the reductions that join it with something
+    else, and their rounds. (One of SCRATCH may be lost by that: nobody else wants it.)"""
+    found: dict[Span, deque[tuple[int, Reduce]]] = defaultdict(deque)
+    for number, ops in enumerate(rounds):
+        for op in ops:
+            if isinstance(op, Reduce):
+                found[op.dst].append((number, op))
+                if op.src.buffer is Buffer.SCRATCH:
+                    found[op.src].append((number, op))
+    return found
+
+
+def _reduction(
+    rounds: list[list[Op]],
+    number: int,
+    recv: Recv,
+    waiting: dict[Span, deque[tuple[int, Reduce]]],
+) -> tuple[int, Reduce] | None:
     """The reduction to fuse with a receive of round ``number``, and its round."""
-    for at in range(number + 1, len(rounds)):
-        using = [op for op in rounds[at] if _touches(op, recv.dst)]
-        if not using:
-            continue
-        (op, *others) = using
-        if others or not isinstance(op, Reduce) or not _joins(op, recv.dst):
-            return None
-        between = (other for ops in rounds[number : at + 1] for other in ops)
-        overtaken = (other for other in between if other is not op and other is not recv)
-        clash = any(_touches(other, op.dst) or _writes(other, op.src) for other in overtaken)
-        return None if clash else (at, op)
-    return None
-
-
-def _joins(reduce: Reduce, came: Span) -> bool:
-    """Whether it joins just what came with something else, and nobody misses the rest."""
-    return reduce.dst == came or (reduce.src == came and came.buffer is Buffer.SCRATCH)
+    queue = waiting.get(recv.dst)
+    while queue and queue[0][0] <= number:
+        queue.popleft()
+    if not queue:
+        return None
+    at, reduce = queue[0]
+    between = [other for ops in rounds[number : at + 1] for other in ops]
+    overtaken = [other for other in between if other is not reduce and other is not recv]
+    clash = any(
+        _touches(other, recv.dst) or _touches(other, reduce.dst) or _writes(other, reduce.src)
+        for other in overtaken
+    )
+    return None if clash else (at, reduce)
 
 
 def _touches(op: Op, span: Span) -> bool:

@@ -81,6 +81,9 @@ class Detour:
 #: All messages through pinned host memory.
 THROUGH_HOST = Detour(Buffer.HOST, frozenset(Buffer), frozenset(Buffer))
 
+#: All messages from and to where the data lies.
+NO_DETOUR = Detour(Buffer.SCRATCH, frozenset(), frozenset())
+
 
 def staged(schedule: Schedule, segment: int, detour: Detour = THROUGH_HOST) -> Schedule:
     """``schedule`` with its messages in segments of at most ``segment`` elements, and those that

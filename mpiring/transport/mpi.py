@@ -27,23 +27,30 @@ MESSAGE_LIMIT = 1 << 30
 
 
 class MpiTransport:
-    """Messages on ``comm``, which belongs to the caller of this class alone."""
+    """Messages on ``comm``, which belongs to the caller of this class alone.
 
-    def __init__(self, comm: MPI.Intracomm, limit: int = MESSAGE_LIMIT) -> None:
+    The lowest tags of it, ``reserved`` in number, are left to the caller.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, limit: int = MESSAGE_LIMIT, *, reserved: int = 0
+    ) -> None:
         self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         # MPI keeps this attribute on MPI_COMM_WORLD; not all libraries tell it elsewhere.
-        self.slots = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or MIN_TAG_UB) + 1
-        self._limit = limit
+        self.slots = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or MIN_TAG_UB) + 1 - reserved
+        self._limit, self._reserved = limit, reserved
 
     def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
         kind = _PersistentSend if persistent else _Send
-        return self._whole([kind(self.comm, part, peer, slot) for part in self._parts(view)])
+        tag = slot + self._reserved
+        return self._whole([kind(self.comm, part, peer, tag) for part in self._parts(view)])
 
     def recv(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Receive:
         kind = _PersistentRecv if persistent else _Recv
-        return self._whole([kind(self.comm, part, peer, slot) for part in self._parts(view)])
+        tag = slot + self._reserved
+        return self._whole([kind(self.comm, part, peer, tag) for part in self._parts(view)])
 
     def some(self, receives: Sequence[Receive]) -> Callable[[], Iterable[int]] | None:
         # What travels in parts is large, and asked for itself.
@@ -54,7 +61,7 @@ class MpiTransport:
     def duplicate(self) -> MpiTransport:
         comm = self.comm.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        return MpiTransport(comm, self._limit)
+        return MpiTransport(comm, self._limit, reserved=self._reserved)
 
     def free(self) -> None:
         self.comm.Free()
@@ -71,15 +78,15 @@ class MpiTransport:
 class _Send:
     """A send posted anew at each start."""
 
-    __slots__ = ("_comm", "_message", "_peer", "_request", "_slot")
+    __slots__ = ("_comm", "_message", "_peer", "_request", "_tag")
     immediate = False
 
-    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, slot: int) -> None:
-        self._comm, self._peer, self._slot = comm, peer, slot
+    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, tag: int) -> None:
+        self._comm, self._peer, self._tag = comm, peer, tag
         self._message = [octets, octets.size, MPI.BYTE]
 
     def start(self) -> None:
-        self._request = self._comm.Isend(self._message, self._peer, self._slot)
+        self._request = self._comm.Isend(self._message, self._peer, self._tag)
 
     def done(self) -> bool:
         return self._request.Test()
@@ -91,8 +98,8 @@ class _PersistentSend:
     __slots__ = ("_request", "done", "start")
     immediate = False
 
-    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, slot: int) -> None:
-        self._request = comm.Send_init([octets, octets.size, MPI.BYTE], peer, slot)
+    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, tag: int) -> None:
+        self._request = comm.Send_init([octets, octets.size, MPI.BYTE], peer, tag)
         self.start = self._request.Start
         self.done = self._request.Test
 
@@ -103,14 +110,14 @@ class _PersistentSend:
 class _Receive:
     """What both kinds of receive share: the check of what came."""
 
-    __slots__ = ("_nbytes", "_octets", "_peer", "_request", "_slot", "_status", "_test")
+    __slots__ = ("_nbytes", "_octets", "_peer", "_request", "_status", "_tag", "_test")
     immediate = False
 
     _request: Any
     _test: Callable[[MPI.Status], bool]
 
-    def __init__(self, octets: Any, peer: int, slot: int) -> None:
-        self._octets, self._peer, self._slot = octets, peer, slot
+    def __init__(self, octets: Any, peer: int, tag: int) -> None:
+        self._octets, self._peer, self._tag = octets, peer, tag
         self._nbytes = octets.size
         self._status = MPI.Status()
 
@@ -139,7 +146,7 @@ class _Receive:
 
     def _tell(self, what: str) -> str:
         return (
-            f"message from rank {self._peer} (slot {self._slot}): "
+            f"message from rank {self._peer} (tag {self._tag}): "
             f"{self._octets.size} bytes were agreed, but: {what}"
         )
 
@@ -147,13 +154,13 @@ class _Receive:
 class _Recv(_Receive):
     __slots__ = ("_comm",)
 
-    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, slot: int) -> None:
-        super().__init__(octets, peer, slot)
+    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, tag: int) -> None:
+        super().__init__(octets, peer, tag)
         self._comm = comm
 
     def start(self) -> None:
         self._request = self._comm.Irecv(
-            [self._octets, self._octets.size, MPI.BYTE], self._peer, self._slot
+            [self._octets, self._octets.size, MPI.BYTE], self._peer, self._tag
         )
         self._test = self._request.Test
 
@@ -161,9 +168,9 @@ class _Recv(_Receive):
 class _PersistentRecv(_Receive):
     __slots__ = ("start",)
 
-    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, slot: int) -> None:
-        super().__init__(octets, peer, slot)
-        self._request = comm.Recv_init([octets, octets.size, MPI.BYTE], peer, slot)
+    def __init__(self, comm: MPI.Intracomm, octets: Any, peer: int, tag: int) -> None:
+        super().__init__(octets, peer, tag)
+        self._request = comm.Recv_init([octets, octets.size, MPI.BYTE], peer, tag)
         self.start = self._request.Start
         self._test = self._request.Test
 

@@ -3,7 +3,8 @@
 The receiver does the work. A send tells where its data lies: in memory that another process
 can find by a handle. A receive finds it, copies out of it, or adds what is there to what it
 has, and answers when it has seen the end of that; then the send is over. MPI carries only
-what is told, less than a hundred bytes, and the answer, one byte.
+what is told, less than a hundred bytes, and the answer, one byte. A receive that cannot read
+what it was told of answers so, and gets it as a message.
 
 A handle of a GPU's memory opens an allocation of the library's; the mapping is kept, and the
 receiver's own GPU reads it. So MPI need not know of GPUs, and ranks may share one. A handle
@@ -21,7 +22,7 @@ Invariants:
 * a GPU's memory that was read once stays mapped, so exported memory is never freed;
 * answers to messages between the same ranks in the same slot are sent in the order in which
   the receives were started, whichever ends first: as MPI, the sender tells them apart by
-  their order alone.
+  their order alone. What is sent after an answer that asks for it keeps that order too.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpiring.errors import TransportError
+from mpiring.errors import TransportError, Unread
 from mpiring.task import Task
 from mpiring.transport.base import Receive, Transport
 
 #: What a send tells: the handle of an allocation, where in it the data begins, and its bytes.
 _NOTE = struct.Struct("<64sQQ")
 
+#: Answers: the message has been taken; it is to be sent after all.
+_TAKEN, _SEND = 0, 1
+
 
 class PeerMemory(Protocol):
     """What the device can do with memory of other processes; see ``device.streams.Driver``.
 
-    What ``mapped`` returns can be sliced, and is the ``src`` of this device's tasks only.
+    Tasks on what ``mapped`` returns may raise Unread, from the first of them.
     """
 
     def export(self, array: Any) -> tuple[bytes, int] | None: ...
@@ -52,6 +56,13 @@ class PeerMemory(Protocol):
     def mapped(self, handle: bytes, start: int, count: int, dtype: Any) -> Any: ...
 
     def copy(self, src: Any, dst: Any) -> Task: ...
+
+    def scratch(self, count: int, dtype: Any) -> Any: ...
+
+
+#: ``combine(source, start)``: the tasks that join what the sender has from element ``start`` on,
+#: ``source``, with what is in the receive's view, to be started one after the other.
+Combine = Callable[[Any, int], Sequence[Task]]
 
 
 class PeerTransport:
@@ -65,16 +76,28 @@ class PeerTransport:
         self._device = device
         #: By peer and slot: receives that have not been answered, in order of their starts.
         self._open: defaultdict[tuple[int, int], deque[_Recv]] = defaultdict(deque)
+        #: Sends that are not over. Whoever waits for a receive may be asked for one meanwhile.
+        self._sending: dict[_Send, None] = {}
 
     def send(self, view: Any, peer: int, slot: int, *, persistent: bool = False) -> Task:
         exported = self._device.export(view)
         if exported is None:
             raise TransportError("send: other ranks cannot read this memory")
         note = np.frombuffer(_NOTE.pack(*exported, view.nbytes), np.uint8)
+        answer = np.empty(1, np.uint8)
         return _Send(
             self._notes.send(note, peer, slot, persistent=persistent),
-            self._answers.recv(np.empty(1, np.uint8), peer, slot, persistent=persistent),
+            answer,
+            self._answers.recv(answer, peer, slot, persistent=persistent),
+            lambda: self._sent_after_all(view, peer, slot),
+            self._sending,
         )
+
+    def _sent_after_all(self, view: Any, peer: int, slot: int) -> Task:
+        """What ``peer`` could not read, as a message: a copy, since MPI may read as we did."""
+        readable = self._device.scratch(view.size, view.dtype)
+        self._device.copy(view, readable).start()
+        return self._notes.send(readable, peer, slot)
 
     def recv(
         self,
@@ -83,23 +106,25 @@ class PeerTransport:
         slot: int,
         *,
         persistent: bool = False,
-        combine: Callable[[Any], Sequence[Task]] | None = None,
+        combine: Combine | None = None,
     ) -> Receive:
-        """``combine(source)`` makes the tasks that bring what the sender has into ``view``, to be
-        started one after the other; without it that is a copy."""
-        note = np.empty(_NOTE.size, np.uint8)
+        """``combine`` tells what to do with what the sender has; without it that is a copy."""
+        note, answer = np.empty(_NOTE.size, np.uint8), np.empty(1, np.uint8)
 
-        def copy(source: Any) -> Sequence[Task]:
-            return [self._device.copy(source, view)]
+        def copy(source: Any, start: int) -> Sequence[Task]:
+            return [self._device.copy(source, view[start:])]
 
         return _Recv(
             view,
             note,
+            answer,
             self._device,
             combine or copy,
             self._notes.recv(note, peer, slot, persistent=persistent),
-            self._answers.send(np.empty(1, np.uint8), peer, slot, persistent=persistent),
+            self._answers.send(answer, peer, slot, persistent=persistent),
+            lambda landing: self._notes.recv(landing, peer, slot),
             self._open[peer, slot],
+            self._sending,
         )
 
     def duplicate(self) -> PeerTransport:
@@ -121,12 +146,21 @@ class _Steps:
 
 
 class _Send(_Steps):
-    def __init__(self, note: Task, answer: Receive) -> None:
-        self._note, self._answer = note, answer
+    def __init__(
+        self,
+        note: Task,
+        octet: np.ndarray,
+        answer: Receive,
+        message: Callable[[], Task],
+        sending: dict[_Send, None],
+    ) -> None:
+        self._note, self._octet, self._answer, self._message = note, octet, answer, message
+        self._sending = sending
         self._unanswered = False
 
     def start(self) -> None:
         self._unanswered = True
+        self._sending[self] = None
         self._answer.start()
         self._note.start()
         self._steps = self._run()
@@ -137,9 +171,16 @@ class _Send(_Steps):
         while not self._answer.done():
             yield
         self._unanswered = False
+        if self._octet[0] == _SEND:
+            message = self._message()
+            message.start()
+            while not message.done():
+                yield
+        del self._sending[self]
 
     def cancel(self) -> None:
         """Expect no answer any more."""
+        self._sending.pop(self, None)
         if self._unanswered:
             self._answer.cancel()
             self._unanswered = False
@@ -149,15 +190,20 @@ class _Recv(_Steps):
     def __init__(
         self,
         view: Any,
-        octets: np.ndarray,
+        told: np.ndarray,
+        octet: np.ndarray,
         device: PeerMemory,
-        bring: Callable[[Any], Sequence[Task]],
+        combine: Combine,
         note: Receive,
         answer: Task,
+        message: Callable[[Any], Task],
         queue: deque[_Recv],
+        sending: dict[_Send, None],
     ) -> None:
-        self._view, self._octets, self._device, self._bring = view, octets, device, bring
-        self._note, self._answer, self._queue = note, answer, queue
+        self._view, self._device, self._combine = view, device, combine
+        self._note, self._octets = note, told
+        self._answer, self._octet = answer, octet
+        self._message, self._queue, self._sending = message, queue, sending
         self._untold = False
         self._told = b""
         self._tasks: Sequence[Task] = ()
@@ -169,22 +215,39 @@ class _Recv(_Steps):
         self._queue.append(self)
         self._steps = self._run()
 
+    def done(self) -> bool:
+        if super().done():
+            return True
+        for send in tuple(self._sending):
+            send.done()
+        return False
+
     def _run(self) -> Iterator[None]:
         while not self._note.done():
             yield
         self._untold = False
-        for task in self._bringing():
-            task.start()
-            while not task.done():
-                yield
+        unread: Unread | None = None
+        try:
+            yield from _one_by_one(self._reading())
+        except Unread as error:
+            unread = error
         while self._queue[0] is not self:
             yield
+        if unread is not None:
+            landing = self._device.scratch(self._view.size, self._view.dtype)
+            message = self._message(landing)
+            message.start()
+        self._octet[0] = _TAKEN if unread is None else _SEND
         self._answer.start()
         self._queue.popleft()
         while not self._answer.done():
             yield
+        if unread is not None:
+            while not message.done():
+                yield
+            yield from _one_by_one(self._combine(landing[unread.done :], unread.done))
 
-    def _bringing(self) -> Sequence[Task]:
+    def _reading(self) -> Sequence[Task]:
         """What the note asks for; from the same place as before these are the same tasks."""
         told = self._octets.tobytes()
         if told != self._told:
@@ -192,7 +255,7 @@ class _Recv(_Steps):
             if nbytes != self._view.nbytes:
                 raise TransportError(f"{self._view.nbytes} bytes were agreed, but: {nbytes} came")
             source = self._device.mapped(handle, start, self._view.size, self._view.dtype)
-            self._tasks, self._told = self._bring(source), told
+            self._tasks, self._told = self._combine(source, 0), told
         return self._tasks
 
     def cancel(self) -> None:
@@ -202,3 +265,10 @@ class _Recv(_Steps):
             self._untold = False
         if self in self._queue:
             self._queue.remove(self)
+
+
+def _one_by_one(tasks: Sequence[Task]) -> Iterator[None]:
+    for task in tasks:
+        task.start()
+        while not task.done():
+            yield

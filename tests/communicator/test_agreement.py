@@ -9,6 +9,7 @@ import pytest
 
 from mpiring.communicator import agreement
 from mpiring.communicator.agreement import (
+    TAG,
     Agreed,
     Agreement,
     Farewell,
@@ -17,7 +18,7 @@ from mpiring.communicator.agreement import (
     name_ranks,
 )
 from mpiring.engine.progress import ProgressEngine
-from mpiring.errors import ArgumentError, DtypeError, MismatchError, StallError
+from mpiring.errors import ArgumentError, DtypeError, MismatchError, StallError, TransportError
 
 
 class Sent:
@@ -45,11 +46,13 @@ class _End:
     def Get_size(self) -> int:
         return len(self.wire.inboxes)
 
-    def isend(self, message: Any, peer: int) -> Sent:
+    def isend(self, message: Any, peer: int, tag: int = TAG) -> Sent:
+        assert tag == TAG
         self.wire.inboxes[peer].append((self.rank, message))
         return Sent()
 
-    def improbe(self) -> Any:
+    def improbe(self, tag: int) -> Any:
+        assert tag == TAG
         inbox = self.wire.inboxes[self.rank]
         return _Message(*inbox.popleft()) if inbox else None
 
@@ -223,3 +226,18 @@ def test_patience(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         monkeypatch.setenv("MPIRING_STALL_SECONDS", text)
         with pytest.raises(ArgumentError, match=f"MPIRING_STALL_SECONDS: '{text}' given"):
             Patience()
+
+
+def test_what_a_call_came_to_after_all_is_told_to_all(ranks: list[Agreement]) -> None:
+    """All made the same call, and it went wrong on one of them."""
+    for rank in ranks:
+        rank.open(7, "allreduce")
+    ranks[1].tell(7)
+    settle(ranks)
+    assert not any(rank.doubtful(7) for rank in ranks)
+    ranks[1].amend(7, complaint(TransportError("a message was lost")))
+    settle(ranks)
+    for rank in ranks:
+        assert rank.heard(7)
+        error = rank.verdict(7)
+        assert type(error) is TransportError and str(error) == "rank 1: a message was lost"

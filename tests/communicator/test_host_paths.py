@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +13,19 @@ import pytest
 
 from mpiring import MEAN, Communicator
 from mpiring.communicator import neighbours
+from mpiring.device import remote
 from mpiring.device.remote import RemoteHostDevice
 from mpiring.engine.progress import ProgressEngine
 from mpiring.errors import ArgumentError, DeviceError, TransportError
 from mpiring.schedule import catalog
-from mpiring.schedule.ops import Buffer, Recv, RecvReduce, Send
+from mpiring.schedule.ops import Recv, RecvReduce, Send
 from mpiring.simulation.world import VirtualTransport, World
 
 
 @pytest.fixture(autouse=True)
 def short_arrays_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "READ_FROM", 0)
-    monkeypatch.setattr(RemoteHostDevice, "block", 64)
+    monkeypatch.setattr(remote, "BLOCK", 64)
     try:
         word = np.zeros(1, "u1")
         device = RemoteHostDevice()
@@ -41,10 +45,14 @@ def run(size: int, seed: int, program: Callable[[Communicator], Any], **options:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("owned", [True, False], ids=["readable", "not readable"])
-def test_every_collective(size: int, owned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not owned:
-        monkeypatch.setattr(RemoteHostDevice, "owns", lambda self, array: False)
+@pytest.mark.parametrize("failing", [0, 1, 3], ids=["readable", "not readable", "in part"])
+def test_every_collective(size: int, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be read comes as a message: of three blocks one cannot, or none can."""
+    readv, calls = remote._readv, itertools.count(1)
+    if failing:
+        monkeypatch.setattr(
+            remote, "_readv", lambda *given: -1 if next(calls) % failing == 0 else readv(*given)
+        )
     counts = [(rank * 30 + 1) % 50 for rank in range(size)]
     whole = sum(counts)
 
@@ -105,16 +113,10 @@ def kinds(ring: Communicator, count: int) -> set[str]:
     return found | {op.src.buffer.name for op in ops if isinstance(op, Send)}
 
 
-def test_what_is_read_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_how_many_bytes_on_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "READ_FROM", 800)
     assert run(2, 0, lambda ring: kinds(ring, 99)) == [{"Recv", "INPUT", "DATA"}] * 2
     assert run(2, 0, lambda ring: kinds(ring, 100)) == [{"Recv", "RecvReduce", "INPUT", "DATA"}] * 2
-    # What others cannot read goes by way of memory that they can.
-    monkeypatch.setattr(RemoteHostDevice, "owns", lambda self, array: False)
-    assert (
-        run(2, 0, lambda ring: kinds(ring, 100))
-        == [{"Recv", "RecvReduce", Buffer.SCRATCH.name}] * 2
-    )
 
 
 class Ranks:
@@ -136,6 +138,20 @@ class Ranks:
         return [self.spoil(told)] * self.size if isinstance(told, tuple) else [told] * self.size
 
 
+@pytest.mark.parametrize("scope, barriers", [("1", 1), ("0", 0), ("2", 0)])
+def test_another_try_once_all_have_allowed_it(
+    monkeypatch: pytest.MonkeyPatch, scope: str, barriers: int
+) -> None:
+    """Where the system leaves it to each process who may read it."""
+    allowed: list[int] = []
+    monkeypatch.setattr(neighbours, "may_be_read_by", allowed.append)
+    monkeypatch.setattr(neighbours, "open", lambda path: io.StringIO(scope), raising=False)
+    ranks = Ranks(2, another_word)
+    assert neighbours.reader(ranks, "auto", True) is None
+    assert ranks.barriers == barriers
+    assert allowed == ([os.getppid(), 0] if barriers else [])
+
+
 def another_word(told: Any) -> Any:
     return told[0], b"of another process"
 
@@ -149,7 +165,6 @@ def test_ranks_read_only_if_all_can() -> None:
         neighbours.reader(Ranks(2), "peer", False)
     spoilt = Ranks(2, another_word)
     assert neighbours.reader(spoilt, "auto", True) is None
-    assert spoilt.barriers == 1  # tried again, once all have allowed it
     with pytest.raises(
         DeviceError, match=r"ranks 0, 1 cannot .*: another process has its number here"
     ):

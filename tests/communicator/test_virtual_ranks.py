@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpiring import MEAN, Communicator, Request
+from mpiring.device.base import Reduction
 from mpiring.engine.progress import ProgressEngine
 from mpiring.errors import ArgumentError
 from mpiring.simulation.world import VirtualTransport, World
@@ -154,3 +155,28 @@ def test_an_error_leaves_the_with_block_at_once() -> None:
 def test_options_that_are_none(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         run(2, 0, lambda ring: None, **options)
+
+
+def test_a_reduction_of_the_callers_may_poll() -> None:
+    """As any of its code may: the collective that it is a part of stands still meanwhile."""
+
+    def program(ring: Communicator) -> list[float]:
+        def add(src: np.ndarray, dst: np.ndarray) -> None:
+            ring.poll()
+            np.add(src, dst, out=dst)
+
+        data, other = np.arange(12.0), np.full(3, float(ring.rank))
+        requests = [
+            ring.Iallreduce("in place", other),
+            ring.Iallreduce("in place", data, Reduction("user", add)),
+        ]
+        Request.Waitall(requests)
+        assert (other == 3).all()
+        return data.tolist()
+
+    for seed in range(4):
+        for path in ("direct", "peer"):
+            assert (
+                run(3, seed, program, algorithm="ring", segment=8, host_path=path)
+                == [[3.0 * i for i in range(12)]] * 3
+            )

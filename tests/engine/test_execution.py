@@ -87,7 +87,7 @@ def test_what_runs_once_lets_go_of_its_memory_when_it_is_over() -> None:
         buffers = {Buffer.DATA: np.ones(8, "f4"), Buffer.SCRATCH: np.empty(own.scratch, "f4")}
         scratch = weakref.ref(buffers[Buffer.SCRATCH])
         binding = Binding(buffers, HostDevice(), transport, slot=1, reduction=SUM)
-        execution = Execution(own, binding, keep=())
+        execution = Execution(own, binding, once=True)
         engine.start(execution)
         before = scratch() is not None
         engine.wait(lambda: execution.finished)

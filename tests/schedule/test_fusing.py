@@ -7,11 +7,12 @@ import itertools
 import pytest
 
 from mpiring.errors import ScheduleError
+from mpiring.schedule import fusing
 from mpiring.schedule.catalog import Mean, Plan, diverted, schedule
 from mpiring.schedule.chunks import split
 from mpiring.schedule.fusing import fused
 from mpiring.schedule.ops import Buffer, Copy, Op, Recv, RecvReduce, Reduce, Schedule, Send, Span
-from mpiring.schedule.staging import Detour
+from mpiring.schedule.staging import NO_DETOUR, Detour, staged
 from mpiring.schedule.verify import prove_collective
 
 #: As on the peer path: the caller's memory cannot be read by others, or can.
@@ -86,3 +87,22 @@ def test_a_contribution_that_is_added_twice_is_found() -> None:
     schedules[1] = Schedule.of(1, 3, 12, rounds)
     with pytest.raises(ScheduleError):
         prove_collective("allreduce", schedules, plan.chunks, in_place=True)
+
+
+def test_the_work_grows_with_the_segments_and_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def counted(op: Op, span: Span) -> bool:
+        nonlocal looks
+        looks += 1
+        return touches(op, span)
+
+    touches = fusing._touches
+    monkeypatch.setattr(fusing, "_touches", counted)
+    found = []
+    for segments in (64, 256):
+        looks = 0
+        plan = Plan("allreduce", "ring", split(0, 2 * segments, 2), True)
+        fused(staged(schedule(plan, 0), 1, NO_DETOUR))
+        found.append(looks)
+    assert found[0] > 64 and found[1] < 5 * found[0]

@@ -84,7 +84,7 @@ def test_a_message_of_another_length_is_an_error(
     with_errors.Send(np.zeros(came, "u1"), right, 5)
     with pytest.raises(TransportError) as caught:
         finish(receive)
-    assert f"message from rank {left} (slot 5): 16 bytes were agreed, but: " in str(caught.value)
+    assert f"message from rank {left} (tag 5): 16 bytes were agreed, but: " in str(caught.value)
     assert str(came) in str(caught.value) or came > 16
     receive.cancel()  # over already: nothing happens
     comm.Barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from mpi4py import MPI
 
 from mpiring import Communicator
+from mpiring.communicator import neighbours
+from mpiring.device import remote
 from mpiring.errors import ArgumentError, DeviceError
 from mpiring.schedule import catalog
 
@@ -81,3 +84,38 @@ def test_ranks_that_want_different_paths(comm: MPI.Intracomm) -> None:
             Communicator(comm)
     finally:
         del os.environ["MPIRING_HOST_PATH"]
+
+
+def test_memory_that_cannot_be_read_travels_as_messages(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On some of the ranks, and of an array only some of the blocks."""
+    readv, calls = remote._readv, itertools.count(comm.rank)
+    with Communicator(comm, host_path="peer") as ring:
+        if comm.rank != 1:
+            monkeypatch.setattr(
+                remote, "_readv", lambda *given: -1 if next(calls) % 3 == 0 else readv(*given)
+            )
+        for turn in range(3):
+            for count in (1_100_003, 2_000_000):
+                data = np.full(count, float(comm.rank + turn), "f4")
+                ring.Allreduce(MPI.IN_PLACE, data)
+                total = comm.size * (comm.size - 1) / 2 + turn * comm.size
+                np.testing.assert_array_equal(data, total)
+                result = np.empty(count, "f4")
+                ring.Iallreduce(np.full(count, 1.0, "f4"), result).Wait()
+                np.testing.assert_array_equal(result, comm.size)
+
+
+def test_a_constructor_that_fails_leaves_nothing_behind(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI has some thousand communicators, and would have no more."""
+    if comm.size != 2:
+        return
+    monkeypatch.setattr(neighbours, "failures", lambda comm: {0: "not permitted"})
+    for _ in range(1100):
+        with pytest.raises(DeviceError, match=r"rank 0 cannot read .*: not permitted"):
+            Communicator(comm, host_path="peer")
+    monkeypatch.undo()
+    Communicator(comm).Free()
