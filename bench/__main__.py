@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from bench import allgather, allreduce, exchange, persistent, reduce_scatter, report
+from bench.arrays import arrays_of
 from bench.case import Benchmark, Problem, Row, World
 from bench.entry import Host, enter, files_complaint, hosts, library, place
 from bench.measure import Clock
 from bench.options import Stop, counts, parse
+from mpiring.transport.probe import cached_probe
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
@@ -32,14 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure_and_report(chosen: tuple[Benchmark, Namespace], MPI: Any) -> int:
     benchmark, options = chosen
-    world = World(MPI.COMM_WORLD.Dup())
-    found = hosts(world.comm, MPI)
+    comm = MPI.COMM_WORLD.Dup()
+    found = hosts(comm, MPI)
     # Files, packages and memory may differ between hosts: rank 0 looks, all obey.
-    complaint = _complaint(options, world, found, MPI) if world.rank == 0 else None
-    complaint = world.comm.bcast(complaint)
-    if complaint:
-        raise Stop(f"python -m bench {benchmark.name}: error: {complaint}\n", 2)
+    complaint = _complaint(options, found, MPI) if comm.Get_rank() == 0 else None
+    complaint = comm.bcast(complaint)
+    arrays = complaint or arrays_of(options.device, comm, MPI)
+    if isinstance(arrays, str):
+        raise Stop(f"python -m bench {benchmark.name}: error: {arrays}\n", 2)
 
+    world = World(comm, arrays)
     mpi = library(MPI)
     rows = list(measure(benchmark, options, world, mpi))
     world.close()
@@ -91,13 +95,21 @@ def measure(benchmark: Benchmark, options: Namespace, world: World, mpi: str) ->
             nbytes=nbytes,
             dtype=dtype.name,
             op=options.op,
+            device=options.device,
             mpi=mpi,
         )
 
 
-def _complaint(options: Namespace, world: World, hosts: Sequence[Host], MPI: Any) -> str | None:
+def _complaint(options: Namespace, hosts: Sequence[Host], MPI: Any) -> str | None:
     """What stands against measuring, found before it starts and not after half an hour."""
-    if options.plot and world.size == 1:
+    if options.device == "cuda" and {"mpi", "mpi-out"} & {*options.contenders}:
+        probed = cached_probe(MPI.Get_library_version())
+        if probed is None or not probed.works("direct"):
+            return (
+                "--contenders mpi: this MPI was not seen to read GPU memory, and may crash where "
+                "it cannot; python -m mpiring.doctor tries it. by-host takes part without"
+            )
+    if options.plot and MPI.COMM_WORLD.Get_size() == 1:
         return "--plot draws bus bandwidth, which one rank has not; start at least two"
     if complaint := files_complaint(options):
         return complaint
@@ -120,7 +132,8 @@ def _heading(benchmark: Benchmark, options: Namespace, hosts: Sequence[Host], mp
     """What was measured, and how to read it."""
     ranks = sum(host.ranks for host in hosts)
     operation = [options.op] if benchmark.reduces else []
-    what = [benchmark.name, options.dtype, *operation, mpi, place(hosts)]
+    on = ["GPU arrays"] if options.device == "cuda" else []
+    what = [benchmark.name, options.dtype, *operation, *on, mpi, place(hosts)]
     factor = benchmark.bus_factor(ranks)
     bus = "n/a for one rank"
     if factor is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.bandwidth import ALLGATHER
 from bench.case import Benchmark
-from bench.collectives import CONTENDERS, Collective, chunk, whole
+from bench.collectives import CONTENDERS, YARDSTICKS, Collective, chunk, whole
 
 COLLECTIVE = Collective(
     method="Allgather",
@@ -18,7 +18,8 @@ BENCHMARK = Benchmark(
     name="allgather",
     summary="every rank ends with the chunks of all; S = the array that a rank ends with",
     contenders=CONTENDERS,
-    yardsticks=("mpi", "mpi-out"),
+    yardsticks=YARDSTICKS,
+    devices=("cpu", "cuda"),
     cases=COLLECTIVE.cases,
     bus_factor=ALLGATHER,
     granularity=lambda ranks: ranks,

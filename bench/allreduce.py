@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.bandwidth import ALLREDUCE
 from bench.case import Benchmark
-from bench.collectives import CONTENDERS, Collective, whole
+from bench.collectives import CONTENDERS, YARDSTICKS, Collective, whole
 
 COLLECTIVE = Collective(
     method="Allreduce",
@@ -17,7 +17,8 @@ BENCHMARK = Benchmark(
     name="allreduce",
     summary="every rank ends with the reduction of all arrays; S = that array",
     contenders=CONTENDERS,
-    yardsticks=("mpi", "mpi-out"),
+    yardsticks=YARDSTICKS,
+    devices=("cpu", "cuda"),
     cases=COLLECTIVE.cases,
     bus_factor=ALLREDUCE,
 )

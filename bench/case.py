@@ -24,8 +24,9 @@ Array = Any
 class World:
     """The ranks that take part: mpi4py's communicator, and mpiring's over the same ranks."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, arrays: Any) -> None:
         self.comm = comm
+        self.arrays = arrays  #: ``bench.arrays.Arrays``
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
 
@@ -81,6 +82,7 @@ class Benchmark:
     #: Ranks -> the number of which the count of elements has to be a multiple.
     granularity: Callable[[int], int] = lambda ranks: 1
     reduces: bool = True  #: whether ``--op`` means anything
+    devices: Sequence[str] = ("cpu",)  #: where arrays may live
     #: Options whose default differs from that in ``options``.
     defaults: Mapping[str, object] = field(default_factory=dict)
 
@@ -104,6 +106,7 @@ class Row:
     mpi: str
     dtype: str
     op: str
+    device: str
     in_place: bool | None
     repeats: int
     min_us: float

@@ -27,7 +27,11 @@ CONTENDERS = {
     "plain": "the same ring in plain Isend/Irecv, without mpiring",
     "mpi": "MPI's own collective, in place",
     "mpi-out": "MPI's own collective, out of place",
+    "by-host": "copies of a GPU's arrays to the host and back, and mpi in between",
 }
+
+#: Against the best of which ratios are taken.
+YARDSTICKS = ("mpi", "mpi-out", "by-host")
 
 #: (rank, ranks, count) -> a part of the whole array.
 Part = Callable[[int, int, int], slice]
@@ -64,16 +68,18 @@ class Binder:
     def __init__(self, collective: Collective, problem: Problem) -> None:
         self.collective, self.problem = collective, problem
         rank, ranks, count = problem.world.rank, problem.world.size, problem.count
+        self.arrays = problem.world.arrays
+        xp = self.arrays.xp
         #: Where this rank's contribution and its result stand in the whole array.
         self.given_at = collective.gives(rank, ranks, count)
         self.got_at = collective.gets(rank, ranks, count)
         #: This rank's contribution, which nobody writes to.
-        self.given = self._contribution(rank)
+        self.given = xp.asarray(self._contribution(rank))
         #: The whole array: input of those in place, output of all.
-        self.work = np.zeros(count, problem.dtype)
-        self.expected = self._expected()
+        self.work = xp.zeros(count, problem.dtype)
+        self.expected = xp.asarray(self._expected())
         self.result = self.work[: self.expected.size]
-        self.flags = np.empty(self.expected.size, bool)
+        self.flags = xp.empty(self.expected.size, bool)
 
     def ring(self) -> Case:
         return self._blocking(self.problem.world.ring, self.problem.in_place)
@@ -83,6 +89,20 @@ class Binder:
 
     def mpi_out(self) -> Case:
         return self._blocking(self.problem.world.comm, in_place=False)
+
+    def by_host(self) -> Case:
+        call = getattr(self.problem.world.comm, self.collective.method)
+        arrays, work = self.arrays, self.work
+        host = arrays.host(work)
+        in_place, _, *operation = self._arguments(in_place=True)
+
+        def run() -> None:
+            arrays.bring(work, host)
+            call(in_place, host, *operation)
+            arrays.take_back(host, work)
+            arrays.finish()
+
+        return self._case(run, self.result, in_place=True)
 
     def persistent(self) -> Case:
         bind = getattr(self.problem.world.ring, f"{self.collective.method}_init")
@@ -131,9 +151,11 @@ class Binder:
                 self.work.fill(0)  # no result of the run before may pass for one of this
             if in_place:
                 self.work[self.given_at] = self.given
+            self.arrays.finish()
 
         def wrong() -> int:
-            return int(np.count_nonzero(np.not_equal(result, self.expected, out=self.flags)))
+            xp = self.arrays.xp
+            return int(xp.count_nonzero(xp.not_equal(result, self.expected, out=self.flags)))
 
         return Case(run, wrong, prepare, close, in_place)
 

@@ -131,6 +131,12 @@ def _add(names: Any, benchmark: Benchmark) -> None:
         metavar="F",
         help="each size is F times the one before; the last is --max",
     )
+    add(
+        "--device",
+        choices=benchmark.devices,
+        default="cpu",
+        help="where arrays live: cpu, NumPy's; cuda, CuPy's on each rank's GPU",
+    )
     add("--dtype", choices=DTYPES, default="float32", metavar="DTYPE", help=", ".join(DTYPES))
     operations = ", ".join(OPERATIONS) + ("" if benchmark.reduces else " (no meaning here)")
     add("--op", choices=list(OPERATIONS), default="sum", metavar="OP", help=operations)
@@ -188,6 +194,12 @@ def _written(name: str, default: Any) -> str:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """What no option can tell alone."""
+    on_gpu = options.device == "cuda"
+    if on_gpu and options.contenders == parser.get_default("contenders"):
+        options.contenders = ("ring", "persistent", "by-host")
+    wrong = [name for name in options.contenders if name == ("plain" if on_gpu else "by-host")]
+    if wrong:
+        parser.error(f"--contenders {wrong[0]}: not with --device {options.device}")
     if options.min > options.max:
         parser.error(f"--min ({options.min} bytes) is above --max ({options.max} bytes)")
     if options.op in ("max", "min") and np.dtype(options.dtype).kind == "c":

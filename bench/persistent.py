@@ -15,5 +15,6 @@ BENCHMARK = replace(
     name="persistent",
     summary="a 1 KiB all-reduce, bound once, against the ring in plain Isend/Irecv",
     yardsticks=("plain",),
+    devices=("cpu",),
     defaults={"min": 1024, "max": 1024, "contenders": ("persistent", "plain")},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.bandwidth import REDUCE_SCATTER
 from bench.case import Benchmark
-from bench.collectives import CONTENDERS, Collective, chunk, whole
+from bench.collectives import CONTENDERS, YARDSTICKS, Collective, chunk, whole
 
 COLLECTIVE = Collective(
     method="Reduce_scatter_block",
@@ -17,7 +17,8 @@ BENCHMARK = Benchmark(
     name="reduce_scatter",
     summary="rank r ends with chunk r of the reduction; S = the array that a rank gives",
     contenders=CONTENDERS,
-    yardsticks=("mpi", "mpi-out"),
+    yardsticks=YARDSTICKS,
+    devices=("cpu", "cuda"),
     cases=COLLECTIVE.cases,
     bus_factor=REDUCE_SCATTER,
     granularity=lambda ranks: ranks,

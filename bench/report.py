@@ -22,6 +22,7 @@ def rows(
     nbytes: int,
     dtype: str,
     op: str,
+    device: str,
     mpi: str,
 ) -> list[Row]:
     """One row for each contender at one size of ``nbytes``."""
@@ -44,6 +45,7 @@ def rows(
                 mpi=mpi,
                 dtype=dtype,
                 op=op if benchmark.reduces else "none",
+                device=device,
                 in_place=cases[name].in_place,
                 repeats=times.repeats,
                 min_us=_rounded(times.minimum * 1e6),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bench.allreduce import COLLECTIVE
+from bench.arrays import HostArrays
 from bench.case import Case, Problem, World
 from bench.measure import FEWEST, MOST, Clock, next_batch, statistic
 
@@ -106,7 +107,7 @@ def bind(**changes: Any) -> tuple[Any, dict[str, Case]]:
     """The plain all-reduce of one rank, without MPI but for the name of its wait-all."""
     pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
     options = {"count": 10, "dtype": np.dtype("float32"), "op": "sum", "in_place": True}
-    problem = Problem(World(Alone()), **{**options, **changes})
+    problem = Problem(World(Alone(), HostArrays()), **{**options, **changes})
     return problem, COLLECTIVE.cases(problem, ["plain"])
 
 

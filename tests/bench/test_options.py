@@ -52,6 +52,12 @@ def test_a_benchmark_may_have_other_defaults() -> None:
     assert options("persistent", "--max", "1M").max == 2**20
 
 
+def test_on_a_gpu_mpi_stays_on_the_host_by_default() -> None:
+    assert options("allgather", "--device", "cuda").contenders == ("ring", "persistent", "by-host")
+    chosen = options("allgather", "--device", "cuda", "--contenders", "ring,mpi-out").contenders
+    assert chosen == ("ring", "mpi-out")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,6 +73,9 @@ def test_a_benchmark_may_have_other_defaults() -> None:
         (["allreduce", "--dtype", "float99"], "float99"),
         (["allreduce", "--op", "xor"], "xor"),
         (["allreduce", "--op", "max", "--dtype", "complex64"], "have no order"),
+        (["allreduce", "--contenders", "ring,by-host"], "by-host: not with --device cpu"),
+        (["allgather", "--device", "cuda", "--contenders", "plain"], "plain: not with --device cu"),
+        (["exchange", "--device", "cuda"], "--device: invalid choice: 'cuda'"),
         (["allreduce", "--contenders", "ring,foo"], "'foo' is none of ring, persistent"),
         (["allreduce", "--contenders", ""], "'' is none of"),
         (["allreduce", "--contenders", "mpi,mpi"], "twice"),

@@ -25,7 +25,7 @@ def rows(
     case = Case(run=lambda: None, wrong=lambda: 0, in_place=True)
     return report.rows(
         benchmark, dict.fromkeys(named, case), named, ranks=ranks, nbytes=nbytes,
-        dtype="float32", op="sum", mpi="MPICH 5.0",
+        dtype="float32", op="sum", device="cpu", mpi="MPICH 5.0",
     )  # fmt: skip
 
 

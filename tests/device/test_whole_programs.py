@@ -29,6 +29,22 @@ def test_the_gpu_checks_jobs(job: str, tmp_path: Path) -> None:
     assert len(found) >= 9
 
 
+@pytest.mark.parametrize("benchmark", ["allreduce", "reduce_scatter", "allgather"])
+def test_benchmarks(benchmark: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    sizes = ["--min", "24", "--max", "60K", "--factor", "50", "--repeats", "3", "--dtype", "int32"]
+    options = [*sizes, "--no-in-place", "--json", str(rows)]
+    command = ["-m", "bench", benchmark, "--device", "cuda"]
+    done = launch(2, [*command, *options], env=WORKING).check()
+    assert f"{benchmark}, int32, " in done.stdout and "GPU arrays" in done.stdout
+    found = json.loads(rows.read_text())
+    assert {row["contender"] for row in found} == {"ring", "persistent", "by-host"}
+    assert all(row["correct"] and row["device"] == "cuda" for row in found) and len(found) == 12
+    # An MPI that was not seen to read a GPU's memory is not handed any.
+    refused = launch(2, [*command, "--contenders", "ring,mpi"], env=WORKING)
+    assert refused.returncode == 2 and refused.stderr.count("not seen to read GPU memory") == 1
+
+
 @pytest.mark.parametrize("path", ["staged", "peer"])
 def test_the_trainer_comes_to_the_hosts_weights(path: str, tmp_path: Path) -> None:
     data = write_npz(tmp_path / "data.npz", 100)

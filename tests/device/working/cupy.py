@@ -51,6 +51,8 @@ class Memory:
         _alive[self.ptr] = self
 
     def __del__(self) -> None:
+        if _alive is None:  # the interpreter is going
+            return
         _alive.pop(self.ptr, None)
         with suppress(OSError):
             os.unlink(self.name)
