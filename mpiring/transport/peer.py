@@ -30,6 +30,7 @@ from __future__ import annotations
 import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,9 +141,16 @@ class _Steps:
 
     immediate = False
     _steps: Iterator[None]
+    _error: Exception | None = None
 
     def done(self) -> bool:
-        return next(self._steps, self) is self
+        if self._error is not None:  # for whoever asks, also after another has
+            raise self._error
+        try:
+            return next(self._steps, self) is self
+        except Exception as error:
+            self._error = error
+            raise
 
 
 class _Send(_Steps):
@@ -159,7 +167,7 @@ class _Send(_Steps):
         self._unanswered = False
 
     def start(self) -> None:
-        self._unanswered = True
+        self._error, self._unanswered = None, True
         self._sending[self] = None
         self._answer.start()
         self._note.start()
@@ -210,7 +218,7 @@ class _Recv(_Steps):
 
     def start(self) -> None:
         self._octets.fill(0)
-        self._untold = True
+        self._error, self._untold = None, True
         self._note.start()
         self._queue.append(self)
         self._steps = self._run()
@@ -219,7 +227,8 @@ class _Recv(_Steps):
         if super().done():
             return True
         for send in tuple(self._sending):
-            send.done()
+            with suppress(Exception):  # whose send it is will hear of it
+                send.done()
         return False
 
     def _run(self) -> Iterator[None]:

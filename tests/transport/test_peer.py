@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpiring.device.remote import RemoteHostDevice
 from mpiring.device.streams import StreamDevice
 from mpiring.engine.progress import ProgressEngine
 from mpiring.errors import HazardError, TransportError
@@ -139,3 +140,33 @@ def test_a_send_that_does_not_wait_for_its_answer_is_a_hazard() -> None:
 
     with pytest.raises(HazardError, match="of another rank, which is in no send that is under"):
         run(2, program)
+
+
+class Lost:
+    immediate = False
+
+    def start(self) -> None: ...
+
+    def done(self) -> bool:
+        raise TransportError("lost")
+
+
+def test_an_error_of_a_send_is_raised_by_the_send() -> None:
+    """Also where a receive that is waited for has moved it."""
+
+    def rank(transport: VirtualTransport, engine: ProgressEngine) -> None:
+        peer = PeerTransport(transport, transport.duplicate(), RemoteHostDevice())
+        if transport.rank:
+            return
+        transport.send = lambda *arguments, **options: Lost()  # type: ignore[method-assign]
+        send, recv = peer.send(np.zeros(3), 1, 0), peer.recv(np.zeros(3), 1, 0)
+        recv.start()
+        send.start()
+        assert not recv.done()
+        for _ in range(2):
+            with pytest.raises(TransportError, match="lost"):
+                send.done()
+        assert not recv.done()
+        recv.cancel()
+
+    World(2).run(rank)
