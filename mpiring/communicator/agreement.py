@@ -74,15 +74,17 @@ class Agreement:
 
     def open(self, number: int, record: str) -> None:
         """Call ``number`` has begun here, with this record."""
-        self._mine[number] = record
-        if number in self._theirs:
-            self._answer(number, list(self._theirs[number]))
+        with self._engine.lock:  # another thread may be listening
+            self._mine[number] = record
+            if number in self._theirs:
+                self._answer(number, list(self._theirs[number]))
 
     def amend(self, number: int, record: str) -> None:
         """What has become of call ``number`` here after all: told to every rank, once more."""
-        self._mine[number] = record
-        self._told.pop(number, None)
-        self.tell(number)
+        with self._engine.lock:
+            self._mine[number] = record
+            self._told.pop(number, None)
+            self.tell(number)
 
     def close(self, farewell: Farewell) -> None:
         """This rank makes no call any more."""
@@ -115,15 +117,17 @@ class Agreement:
     def wait_for(self, number: int) -> None:
         """Tell the others of call ``number``, and listen in every poll until they have told."""
         self.tell(number)
-        if not self._awaited:
-            self._engine.attach(self)
-        self._awaited += 1
+        with self._engine.lock:  # another thread's poll may be ending such a wait
+            if not self._awaited:
+                self._engine.attach(self)
+            self._awaited += 1
 
     def end_wait(self, *, of_all: bool = False) -> None:
-        if self._awaited:
-            self._awaited -= self._awaited if of_all else 1
-            if not self._awaited:
-                self._engine.detach(self)
+        with self._engine.lock:
+            if self._awaited:
+                self._awaited -= self._awaited if of_all else 1
+                if not self._awaited:
+                    self._engine.detach(self)
 
     def advance(self) -> bool:
         """An actor's part in a poll."""
@@ -131,21 +135,22 @@ class Agreement:
 
     def listen(self) -> bool:
         """Take in the records that have come; answer those that were not asked for."""
-        self.sent()
         moved = False
-        while (message := self._control.improbe(tag=TAG)) is not None:
-            from mpi4py import MPI
+        with self._engine.lock:
+            self.sent()
+            while (message := self._control.improbe(tag=TAG)) is not None:
+                from mpi4py import MPI
 
-            status = MPI.Status()
-            number, record, farewell = message.recv(status)
-            peer = status.Get_source()
-            if farewell:
-                self._gone[peer] = farewell
-            if number >= self._oldest:
-                self._theirs[number][peer] = record
-            if number in self._mine:  # if not, ``open`` will find it
-                self._answer(number, [peer])
-            moved = True
+                status = MPI.Status()
+                number, record, farewell = message.recv(status)
+                peer = status.Get_source()
+                if farewell:
+                    self._gone[peer] = farewell
+                if number >= self._oldest:
+                    self._theirs[number][peer] = record
+                if number in self._mine:  # if not, ``open`` will find it
+                    self._answer(number, [peer])
+                moved = True
         return moved
 
     def _answer(self, number: int, peers: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import Any
 
@@ -241,3 +242,20 @@ def test_what_a_call_came_to_after_all_is_told_to_all(ranks: list[Agreement]) ->
         assert rank.heard(7)
         error = rank.verdict(7)
         assert type(error) is TransportError and str(error) == "rank 1: a message was lost"
+
+
+def test_a_wait_does_not_end_while_another_thread_begins_one(ranks: list[Agreement]) -> None:
+    """It would be counted, and nobody would listen for it."""
+    rank = ranks[0]
+    rank.open(1, "a call")
+    rank.wait_for(1)
+    with rank._engine.lock:
+        thread = threading.Thread(target=rank.end_wait)
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        rank.wait_for(1)
+    thread.join()
+    assert rank._engine._actors == [rank]
+    rank.end_wait()
+    assert rank._engine._actors == []
