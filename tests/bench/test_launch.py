@@ -19,7 +19,7 @@ def test_every_element_is_right(
     mpi: Installation, name: str, in_place: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.json"
-    contenders = list(BENCHMARKS[name].contenders)
+    contenders = [each for each in BENCHMARKS[name].contenders if each != "by-host"]  # of a GPU
     chosen = ["--contenders", ",".join(contenders), in_place, "--json", str(path)]
     done = launch(3, ["-m", "bench", name, *QUICK, *chosen], mpi=mpi, timeout=50).check()
     found = json.loads(path.read_text())
