@@ -28,6 +28,10 @@ _REPETITIONS = 5
 _WORK = 1 << 20
 _MOST = 50
 
+#: Seconds that a launcher is given to pass on what a rank has said, before that ends the job:
+#: what it has not read by then is lost.
+_FORWARDING = 0.3
+
 
 class Path(Protocol):
     """One way for the bytes of this rank to reach the other and the reverse."""
@@ -149,6 +153,7 @@ def main(name: str) -> None:
         _measure(comm, _open(comm, name))
     except DeviceError as error:
         child.report(failed=str(error), shared=_shared_memory())
+        time.sleep(_FORWARDING)
         comm.Abort(3)  # the other rank may be waiting for this one
 
 
