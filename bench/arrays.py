@@ -17,28 +17,11 @@ class Arrays(Protocol):
         """Return when all work that was launched is over: none of it is to be timed."""
         ...
 
-    def host(self, array: Array) -> Any:
-        """An array on the host, as large, to bring ``array`` there and back with the next two."""
-        ...
-
-    def bring(self, array: Array, host: Any) -> None: ...
-
-    def take_back(self, host: Any, array: Array) -> None: ...
-
 
 class HostArrays:
     xp: ModuleType = np
 
     def finish(self) -> None: ...
-
-    def host(self, array: Array) -> Any:
-        return np.empty_like(array)
-
-    def bring(self, array: Array, host: Any) -> None:
-        np.copyto(host, array)
-
-    def take_back(self, host: Any, array: Array) -> None:
-        np.copyto(array, host)
 
 
 class GpuArrays:
@@ -53,6 +36,7 @@ class GpuArrays:
         self._device.driver.settle()
 
     def host(self, array: Array) -> Any:
+        """An array on the host, as large, to bring ``array`` there and back with the next two."""
         return self._device.staging(array.size, array.dtype)
 
     def bring(self, array: Array, host: Any) -> None:

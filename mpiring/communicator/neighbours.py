@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from mpiring.communicator.agreement import name_ranks
+from mpiring.communicator.paths import asked
 from mpiring.device.remote import Remote, RemoteHostDevice, may_be_read_by, reading
-from mpiring.errors import ArgumentError, DeviceError, TransportError
+from mpiring.errors import DeviceError, TransportError
 
 #: The environment's word, where the program has none.
 VARIABLE = "MPIRING_HOST_PATH"
@@ -26,14 +27,8 @@ PATHS = ("auto", "direct", "peer")
 
 
 def wish(given: str | None) -> str:
-    """What the program, or else the environment, asks for. ArgumentError naming the one of them."""
-    name, value = (
-        ("host_path", given) if given is not None else (VARIABLE, os.environ.get(VARIABLE))
-    )
-    value = value or "auto"
-    if value not in PATHS:
-        raise ArgumentError(f"{name}: {value!r} given; allowed are {', '.join(PATHS)}")
-    return value
+    """The path of host arrays that is asked for, of ``PATHS``. ArgumentError."""
+    return asked("host_path", given, VARIABLE, PATHS)
 
 
 def reader(comm: Any, wish: str, alone: bool) -> RemoteHostDevice | None:

@@ -65,11 +65,17 @@ class Choice(NamedTuple):
 
 
 def wish(given: str | None) -> str:
-    """What the program, or else the environment, asks for. ArgumentError naming the one of them."""
-    name, value = ("gpu_path", given) if given is not None else (VARIABLE, os.environ.get(VARIABLE))
+    """The path of device arrays that is asked for, of ``PATHS``. ArgumentError."""
+    return asked("gpu_path", given, VARIABLE, PATHS)
+
+
+def asked(argument: str, given: str | None, variable: str, allowed: Sequence[str]) -> str:
+    """What the program, or else the environment, asks for; else "auto". ArgumentError naming the
+    one of them."""
+    name, value = (argument, given) if given is not None else (variable, os.environ.get(variable))
     value = value or "auto"
-    if value not in PATHS:
-        raise ArgumentError(f"{name}: {value!r} given; allowed are {', '.join(PATHS)}")
+    if value not in allowed:
+        raise ArgumentError(f"{name}: {value!r} given; allowed are {', '.join(allowed)}")
     return value
 
 
